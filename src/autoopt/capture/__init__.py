@@ -1,0 +1,5 @@
+"""How the samples' contributions reach the optimizer, without a change to the user's model or loop."""
+
+from autoopt.capture.attach import Capture
+
+__all__ = ["Capture"]

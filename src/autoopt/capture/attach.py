@@ -1,0 +1,162 @@
+"""Attaching to a model: each covered layer's class is swapped for a generated subclass that runs through Observe.
+
+A class, unlike a hook or a patched method, leaves the instance alone: hooks, parameters, buffers and state_dict stay as
+they are, in-place activations keep working, and a copy or pickle of an attached layer is a plain layer again.
+"""
+
+import copyreg
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoopt.capture.function import Observe
+from autoopt.capture.site import ROLES, Pass, Site
+from autoopt.moments import COVERED, Prepare, prepare_for
+
+SITE = "_autoopt_site"
+
+
+class Capture:
+    """Observes parameters of a model, from now on and until `detach`.
+
+    Args:
+        model: owns the parameters; nothing in it is changed but the class of the covered layers.
+        parameters: name as in `model.named_parameters()` -> parameter. Every one that trains must be covered.
+        elementwise: gather Σ_i c_i² for every element (a metric weighs it later), or only its total.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, elementwise: bool) -> None:
+        self.model, self.total = model, not elementwise
+        self.current = Pass()
+        self.sites: dict[str, Site] = {}
+        self.add(parameters)
+
+    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Observe further parameters of the model."""
+        modules = dict(self.model.named_modules())
+        users = defaultdict(list)  # id of a parameter -> the layers that hold it
+        for path, module in modules.items():
+            for parameter in module._parameters.values():
+                users[id(parameter)].append(path)
+        for name, parameter in parameters.items():
+            _refuse(name, parameter, modules, users[id(parameter)])
+        for name in parameters:
+            path, _, role = name.rpartition(".")
+            rule = _rule(modules[path], role)
+            if rule is None:  # frozen, or it would have been refused
+                continue
+            site = self.sites.get(path)
+            if site is None:
+                site = Site(path, modules[path], rule, [], total=self.total, current=self.current)
+                self.sites[path] = site
+                _observe(site)
+            site.roles.append(role)
+
+    def second_moment(self, name: str) -> Tensor | None:
+        """Σ_i c_i² of a parameter since the last clear, elementwise or in total; None where nothing was observed."""
+        path, _, role = name.rpartition(".")
+        shadow = self.sites[path].shadows.get(role) if path in self.sites else None
+        return None if shadow is None else shadow.grad
+
+    def samples(self, name: str) -> Tensor | None:
+        """N behind `second_moment`, a 0-dim tensor on the device."""
+        path = name.rpartition(".")[0]
+        leaf = self.sites[path].samples if path in self.sites else None
+        return None if leaf is None else leaf.grad
+
+    def lost(self) -> str | None:
+        """The name of a layer that no longer reports here: another optimizer took it over, or it was detached."""
+        return next((site.name for site in self.sites.values() if site.layer.__dict__.get(SITE) is not site), None)
+
+    def clear(self) -> None:
+        """Forget what was gathered."""
+        for site in self.sites.values():
+            site.clear()
+
+    def detach(self) -> None:
+        """Give every layer that still reports here its own class back."""
+        for site in self.sites.values():
+            if site.layer.__dict__.get(SITE) is site:
+                site.layer.__class__ = _plain(site.layer)
+                del site.layer.__dict__[SITE]
+
+
+def _observe(site: Site) -> None:
+    layer = site.layer
+    layer.__class__ = _observed(_plain(layer))  # type: ignore[arg-type]
+    layer.__dict__[SITE] = site
+
+
+def _plain(layer: nn.Module) -> type[nn.Module]:
+    """The class of a layer as its author made it, attached or not."""
+    return type(layer).__mro__[1] if SITE in layer.__dict__ else type(layer)
+
+
+def _rule(layer: nn.Module, role: str) -> Prepare | None:
+    return prepare_for(_plain(layer)) if role in ROLES else None
+
+
+@functools.cache
+def _observed(plain: type[Any]) -> type[nn.Module]:
+    """The subclass of a layer class whose forward reports to its site."""
+
+    def forward(self: nn.Module, input: Tensor) -> Tensor:  # noqa: A002 - the layers' own name
+        if torch.is_grad_enabled():
+            return _run(self, input)
+        output: Tensor = plain.forward(self, input)
+        return output
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = super(observed, self).__reduce_ex__(protocol)
+        _, _, state, *rest = reduced
+        state = {key: value for key, value in state.items() if key != SITE}
+        return copyreg._reconstructor, (plain, object, None), state, *rest  # type: ignore[attr-defined]
+
+    body = {"forward": forward, "__reduce_ex__": reduce_ex, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    observed: type[nn.Module] = type(plain.__name__, (plain,), body)
+    return observed
+
+
+def _run(layer: Any, x: Tensor) -> Tensor:
+    """A layer's forward pass through Observe."""
+    site: Site = layer.__dict__[SITE]
+    operation, batch = site.prepare(layer, x)
+    weight: Tensor = layer.weight
+    bias: Tensor | None = getattr(layer, "bias", None)
+    if operation.lowers and torch.is_autocast_enabled(x.device.type):
+        # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
+        lower = torch.get_autocast_dtype(x.device.type)
+        batch, weight, bias = batch.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
+    output: Tensor = Observe.apply(operation, site, batch, weight, bias, *site.leaves(batch))  # type: ignore[no-untyped-call]
+    return output.squeeze(0) if batch.dim() > x.dim() else output
+
+
+def _refuse(name: str, parameter: nn.Parameter, modules: Mapping[str, nn.Module], users: list[str]) -> None:
+    """Raise for a trainable parameter that cannot be observed exactly, and say what to do."""
+    path, _, role = name.rpartition(".")
+    layer = modules[path]
+    kind = type(layer).__name__
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(f"parameter '{name}' of {kind} has no shape yet: run the model once, then make the optimizer.")
+    if not parameter.requires_grad:
+        return
+    remedy = (
+        f"Covered are {COVERED}. Freeze the parameter with requires_grad_(False), or leave it to another optimizer: "
+        "param_groups=[{'params': [...]}] takes the parameters that this one shall train."
+    )
+    if parameter.is_complex():
+        raise ValueError(f"parameter '{name}' of {kind} is complex, which AutoOpt does not train. {remedy}")
+    if _rule(layer, role) is None:
+        raise ValueError(f"no exact statistics for parameter '{name}': its layer is a {kind}. {remedy}")
+    if isinstance(layer, nn.Embedding) and (layer.sparse or layer.scale_grad_by_freq):
+        option = "sparse" if layer.sparse else "scale_grad_by_freq"
+        raise ValueError(f"layer '{path}' is an Embedding with {option}=True. Set {option}=False. {remedy}")
+    if len(users) > 1:
+        raise ValueError(
+            f"parameter '{name}' is shared by the layers {', '.join(map(repr, users))}: what a sample contributes "
+            f"would have to be summed over them, which AutoOpt does not do yet. Untie the layers. {remedy}"
+        )

@@ -1,0 +1,26 @@
+"""What was chosen: the only place where numbers leave the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the optimizer chose for one parameter."""
+
+    lr: float
+    """The learning rate in force: α, times the group's `lr`."""
+    momentum: float
+    """β, the share of the previous estimate in the new one."""
+    noise: float
+    """V̂/<g,g> of the last step, not smoothed, in the optimizer's metric; not a number before the first."""
+
+
+def tuned(names: Sequence[str], tables: Sequence[Tensor]) -> dict[str, Tuned]:
+    """Name the rows (lr, momentum, noise) of the tables, in their order. The one host read."""
+    device = tables[0].device
+    rows = torch.cat([table.to(device) for table in tables]).tolist()
+    return {name: Tuned(*row) for name, row in zip(names, rows, strict=True)}

@@ -1,0 +1,193 @@
+"""Normalisations: y = x̂ · weight + bias, with x̂ = (x - mean) / spread. They differ in what they average over."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autoopt.moments.operation import Moments, moments
+
+ONLY_INPUT = (True, False, False)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Over the last axes, at every position of every sample."""
+
+    shape: tuple[int, ...]
+    eps: float
+
+    lowers = False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+        return y, (x, mean, rstd)
+
+    def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        x, mean, rstd = kept
+        backward = torch.ops.aten.native_layer_norm_backward
+        gradient: Tensor = backward(dy, x, self.shape, mean, rstd, weight, None, ONLY_INPUT)[0]
+        return gradient
+
+    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+        x, mean, rstd = kept
+        return moments(over_positions(dy * ((x - mean) * rstd), len(self.shape)), total)
+
+    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
+        return moments(over_positions(dy, len(self.shape)), total)
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """Over the last axes, at every position of every sample, without a mean."""
+
+    shape: tuple[int, ...]
+    eps: float | None
+
+    lowers = False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        rstd = (x.square().mean(self.axes, keepdim=True) + eps).rsqrt()
+        return x * rstd * weight, (x, rstd)
+
+    def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        x, rstd = kept
+        normal, scaled = x * rstd, dy * weight
+        return rstd * (scaled - normal * (scaled * normal).mean(self.axes, keepdim=True))
+
+    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+        x, rstd = kept
+        return moments(over_positions(dy * (x * rstd), len(self.shape)), total)
+
+    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
+        raise AssertionError("an RMSNorm has no bias")
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return tuple(range(-len(self.shape), 0))
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """Over groups of channels and all positions, within every sample."""
+
+    groups: int
+    eps: float
+
+    lowers = False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x = x.contiguous()
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *self.sizes(x), self.groups, self.eps)
+        return y, (x, mean, rstd)
+
+    def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        x, mean, rstd = kept
+        backward = torch.ops.aten.native_group_norm_backward
+        gradient: Tensor = backward(dy.contiguous(), x, mean, rstd, weight, *self.sizes(x), self.groups, ONLY_INPUT)[0]
+        return gradient
+
+    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+        x, mean, rstd = kept
+        grouped = x.reshape(x.shape[0], self.groups, -1)
+        normal = ((grouped - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)).view_as(x)
+        return moments(by_channel(dy * normal), total)
+
+    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
+        return moments(by_channel(dy), total)
+
+    @staticmethod
+    def sizes(x: Tensor) -> tuple[int, int, int]:
+        samples, channels = x.shape[:2]
+        return samples, channels, x[0, 0].numel()
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """Over all samples and positions (training), or with the running statistics (evaluation).
+
+    See Note [contributions] for what c_i means where the samples see each other.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+    lowers = False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, mean, rstd = torch.native_batch_norm(
+            x, weight, bias, self.running_mean, self.running_var, self.training, self.momentum, self.eps
+        )
+        if not self.training:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            mean, rstd = self.running_mean.clone(), (self.running_var + self.eps).rsqrt()
+        return y, (x, mean, rstd)
+
+    def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        x, mean, rstd = kept
+        if not self.training:
+            return dy * per_channel(weight * rstd, dy)
+        backward = torch.ops.aten.native_batch_norm_backward
+        gradient: Tensor = backward(dy, x, weight, None, None, mean, rstd, True, self.eps, ONLY_INPUT)[0]
+        return gradient
+
+    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+        x, mean, rstd = kept
+        return moments(by_channel(dy * ((x - per_channel(mean, x)) * per_channel(rstd, x))), total)
+
+    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
+        return moments(by_channel(dy), total)
+
+
+def over_positions(x: Tensor, normalized: int) -> Tensor:
+    """Sum over all axes between the samples and the normalised ones."""
+    positions = tuple(range(1, x.dim() - normalized))
+    return x.sum(positions) if positions else x
+
+
+def by_channel(x: Tensor) -> Tensor:
+    """(samples, channels, *space) -> (samples, channels)."""
+    return x.flatten(2).sum(2) if x.dim() > 2 else x
+
+
+def per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """(channels,) so that it broadcasts with (samples, channels, *space)."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def prepare_layer_norm(layer: nn.LayerNorm, x: Tensor) -> tuple[LayerNorm, Tensor]:
+    """The operation of an nn.LayerNorm."""
+    return LayerNorm(layer.normalized_shape, layer.eps), _batched(x, len(layer.normalized_shape))
+
+
+def prepare_rms_norm(layer: nn.RMSNorm, x: Tensor) -> tuple[RMSNorm, Tensor]:
+    """The operation of an nn.RMSNorm."""
+    return RMSNorm(layer.normalized_shape, layer.eps), _batched(x, len(layer.normalized_shape))
+
+
+def prepare_group_norm(layer: nn.GroupNorm, x: Tensor) -> tuple[GroupNorm, Tensor]:
+    """The operation of an nn.GroupNorm."""
+    return GroupNorm(layer.num_groups, layer.eps), x
+
+
+def prepare_batch_norm(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tuple[BatchNorm, Tensor]:
+    """The operation of an nn.BatchNormNd, which like the layer's own forward counts the batches that it has seen."""
+    layer._check_input_dim(x)
+    momentum = layer.momentum
+    if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if momentum is None:  # a cumulative average
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    training = layer.training or layer.running_mean is None
+    keeps = not layer.training or layer.track_running_stats
+    mean, var = (layer.running_mean, layer.running_var) if keeps else (None, None)
+    return BatchNorm(mean, var, training, 0.0 if momentum is None else momentum, layer.eps), x
+
+
+def _batched(x: Tensor, normalized: int) -> Tensor:
+    return x if x.dim() > normalized else x.unsqueeze(0)

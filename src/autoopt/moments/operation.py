@@ -1,0 +1,50 @@
+"""What a layer family must say so that its parameters can be observed.
+
+Note [contributions]: c_i is what sample i, row i of the layer's input, adds to `.grad`; g = Σ_i c_i. A rule returns, in
+one pass over the activations, the gradient Σ_i c_i and the second moment Σ_i c_i². Nothing about the loss is needed,
+and BatchNorm is well defined: the output gradient that reaches row i already holds what the other rows did to it.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Moments(NamedTuple):
+    """Sums over the samples of their contributions c_i to one parameter."""
+
+    gradient: Tensor  # Σ_i c_i, shape of the parameter
+    square: Tensor  # Σ_i c_i² elementwise, or its total as a 0-dim tensor
+
+
+class Operation(Protocol):
+    """A layer with its constants bound: forward, and from the gradient of its output all that backward needs."""
+
+    @property
+    def lowers(self) -> bool:
+        """Whether autocast runs this operation in its lower precision."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The layer's output, and the tensors that the methods below take as `kept`."""
+
+    def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        """The gradient with respect to x."""
+
+    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+        """The moments of the weight; `total` asks for the sum of the squares only."""
+
+    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
+        """The moments of the bias."""
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the precision that squares are taken in: never half."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def moments(contributions: Tensor, total: bool) -> Moments:
+    """The moments of contributions that are there one by one, (samples, *shape of the parameter)."""
+    c = wide(contributions)
+    square = c.square().sum() if total else c.square().sum(0)
+    return Moments(contributions.sum(0), square)

@@ -1,0 +1,1 @@
+"""The optimizers: one lifecycle (base), one layout (bucket), one file for each metric."""

@@ -1,0 +1,132 @@
+"""The parameters of one group on one device, laid out so that a step is a few operations on all of them together.
+
+Every tensor becomes rows of ROW elements, the last one filled up with zeros. Elementwise work is then one operation on
+a (rows, ROW) matrix, a sum over a unit is a sum over its rows, and a number per unit reaches its elements by its rows:
+the count of kernels does not grow with the count of tensors. A unit is what shares one γ: a tensor, a layer, the group.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROW = 512
+STATISTICS = torch.float64  # a handful of numbers per unit, whose differences matter
+
+
+class Bucket:
+    """Layout and state. The state of a parameter (optimizer.state[p]) is views of what the bucket holds.
+
+    Args:
+        members: (name, parameter, key of its unit); the same device and dtype for all.
+        start: the starting (γ1, γ2).
+        buffers: names of the (rows, ROW) matrices that the optimizer keeps, zero at first.
+        state: what is already known of each parameter (after load_state_dict), in the order of `members`.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[tuple[str, nn.Parameter, Any]],
+        start: tuple[float, float],
+        buffers: Sequence[str],
+        state: Sequence[dict[str, Any]],
+    ) -> None:
+        units = {key: number for number, key in enumerate(dict.fromkeys(key for _, _, key in members))}
+        order = sorted(range(len(members)), key=lambda i: units[members[i][2]])  # a unit's rows side by side
+        self.names = [members[i][0] for i in order]
+        self.params = [members[i][1] for i in order]
+        self.units = [units[members[i][2]] for i in order]
+        self.device, self.dtype = self.params[0].device, self.params[0].dtype
+        self.compute = torch.float64 if self.dtype == torch.float64 else torch.float32
+
+        rows = [-(-p.numel() // ROW) for p in self.params]
+        sizes = [(p.numel(), r * ROW - p.numel()) for p, r in zip(self.params, rows, strict=True)]
+        self.pieces = [size for pair in sizes for size in pair]  # elements and padding in turn
+        self.pads = [self._zeros(ROW).narrow(0, 0, size) for size in self.pieces[1::2]]
+        tensor_of = torch.repeat_interleave(torch.tensor(rows))
+        unit_of = torch.tensor(self.units)
+        self.unit_of_tensor = unit_of.to(self.device)
+        self.tensor_of_row = tensor_of.to(self.device)
+        self.unit_of_row = unit_of[tensor_of].to(self.device)
+        self.rows_per_unit = torch.bincount(unit_of[tensor_of], minlength=len(units)).to(self.device)
+        self.tensors_per_unit = torch.bincount(unit_of, minlength=len(units)).to(self.device)
+
+        self.buffers = {name: self._zeros(sum(rows), ROW) for name in buffers}
+        self.steps = self._statistic(len(self.params))  # t of each tensor: one may have no gradient for a while
+        self.gamma = torch.tensor(start, dtype=STATISTICS).to(self.device).unsqueeze(0).repeat(len(units), 1)
+        self.carry = self._statistic(len(units)) + 1  # Π β_s, what is left of the zero that ĝ started from
+        self.noise = self._statistic(len(units)) + torch.nan  # V̂/<g,g> of the last step
+        self._present: dict[tuple[bool, ...], Tensor] = {}
+        self._restore([state[i] for i in order])
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.compute, device=self.device)
+
+    def _statistic(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=STATISTICS, device=self.device)
+
+    def _restore(self, state: Sequence[dict[str, Any]]) -> None:
+        """Take over what the state holds, then make the state views of this bucket."""
+        for own, known in zip(self.views(), state, strict=True):
+            for key, view in own.items():
+                if key in known:
+                    view.copy_(known[key])
+                known[key] = view
+
+    def views(self) -> Iterable[dict[str, Tensor]]:
+        """What the state of each parameter is made of."""
+        matrices = {name: self.tensors(buffer) for name, buffer in self.buffers.items()}
+        for number, unit in enumerate(self.units):
+            yield {
+                **{name: tensors[number] for name, tensors in matrices.items()},
+                "step": self.steps[number],
+                "gamma": self.gamma[unit],
+                "carry": self.carry[unit],
+                "noise": self.noise[unit],
+            }
+
+    def fits(self) -> bool:
+        """Whether the parameters are still where they were when the bucket was made."""
+        return all(p.device == self.device and p.dtype == self.dtype for p in self.params)
+
+    # Between tensors and rows.
+
+    def rows(self, tensors: Iterable[Tensor | None]) -> Tensor:
+        """Tensors in the order of `params` as one (rows, ROW) matrix; None is zeros."""
+        zero = self.pads[0].new_zeros(1)
+        flat = []
+        for tensor, size, pad in zip(tensors, self.pieces[::2], self.pads, strict=True):
+            flat += [zero.expand(size) if tensor is None else tensor.reshape(-1), pad]
+        return torch.cat(flat).to(self.compute).view(-1, ROW)
+
+    def tensors(self, matrix: Tensor) -> list[Tensor]:
+        """The views of a (rows, ROW) matrix that have the shapes of the parameters."""
+        pieces = matrix.view(-1).split(self.pieces)[::2]
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.params, strict=True)]
+
+    # Between rows and units.
+
+    def sums(self, *matrices: Tensor) -> Tensor:
+        """The sum of each matrix over each unit's elements: (matrices, units)."""
+        rows = torch.stack([matrix.sum(1) for matrix in matrices], 1).to(STATISTICS)
+        return torch.segment_reduce(rows, "sum", lengths=self.rows_per_unit, unsafe=True).T
+
+    def reduce(self, numbers: Sequence[Tensor | None], how: str) -> Tensor:
+        """One number per tensor (None is zero) to one per unit."""
+        zero = self.pads[0].new_zeros(())
+        stacked = torch.stack([zero if number is None else number for number in numbers]).to(STATISTICS)
+        return torch.segment_reduce(stacked, how, lengths=self.tensors_per_unit, unsafe=True)
+
+    def spread(self, units: Tensor) -> Tensor:
+        """One number per unit, as a column that broadcasts over the rows."""
+        return units[self.unit_of_row].unsqueeze(1).to(self.compute)
+
+    def present(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """Which tensors are there, on the device; None where all are. Few patterns occur, so each is made once."""
+        pattern = tuple(tensor is not None for tensor in tensors)
+        if all(pattern):
+            return None
+        if pattern not in self._present:
+            self._present[pattern] = torch.tensor(pattern).to(self.device)
+        return self._present[pattern]
