@@ -51,10 +51,10 @@ class Capture:
                 continue
             site = self.sites.get(path)
             if site is None:
-                site = Site(path, modules[path], rule, [], total=self.total, current=self.current)
+                site = Site(path, modules[path], rule, total=self.total, current=self.current)
                 self.sites[path] = site
                 _observe(site)
-            site.roles.append(role)
+            site.observe(role)
 
     def second_moment(self, name: str) -> Tensor | None:
         """Σ_i c_i² of a parameter since the last clear, elementwise or in total; None where nothing was observed."""
@@ -65,8 +65,7 @@ class Capture:
     def samples(self, name: str) -> Tensor | None:
         """N behind `second_moment`, a 0-dim tensor on the device."""
         path = name.rpartition(".")[0]
-        leaf = self.sites[path].samples if path in self.sites else None
-        return None if leaf is None else leaf.grad
+        return self.sites[path].samples.grad if path in self.sites else None
 
     def lost(self) -> str | None:
         """The name of a layer that no longer reports here: another optimizer took it over, or it was detached."""
@@ -74,6 +73,7 @@ class Capture:
 
     def clear(self) -> None:
         """Forget what was gathered."""
+        self.current.gathered = 0
         for site in self.sites.values():
             site.clear()
 
@@ -131,7 +131,7 @@ def _run(layer: Any, x: Tensor) -> Tensor:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
         lower = torch.get_autocast_dtype(x.device.type)
         batch, weight, bias = batch.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
-    output: Tensor = Observe.apply(operation, site, batch, weight, bias, *site.leaves(batch))  # type: ignore[no-untyped-call]
+    output: Tensor = Observe.apply(operation, site, batch, weight, bias, *site.leaves(batch.device))  # type: ignore[no-untyped-call]
     return output.squeeze(0) if batch.dim() > x.dim() else output
 
 

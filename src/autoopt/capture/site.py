@@ -22,14 +22,14 @@ class Pass:
     samples: int = 0
     first: str = ""
     seen: set[str] = field(default_factory=set)
-    largest: int = 0  # the largest batch since the optimizer was made
+    gathered: int = 0  # samples of all passes since the statistics were cleared
 
     def enter(self, name: str, samples: int) -> None:
         """A layer's backward begins, with so many samples."""
         graph = torch._C._current_graph_task_id()
         if graph != self.graph:
             self.graph, self.samples, self.first, self.seen = graph, samples, name, set()
-            self.largest = max(self.largest, samples)
+            self.gathered += samples
         if samples != self.samples:
             raise RuntimeError(
                 f"layer '{name}' got {samples} rows where '{self.first}' got {self.samples} in the same backward pass, "
@@ -48,38 +48,36 @@ class Pass:
 class Site:
     """The shadow leaves of one layer's parameters; see Note [shadow leaves]."""
 
-    def __init__(
-        self, name: str, layer: nn.Module, prepare: Prepare, roles: list[str], *, total: bool, current: Pass
-    ) -> None:
-        self.name, self.layer, self.total = name, layer, total
-        self.prepare = prepare
-        self.roles = roles  # which of ROLES are observed
+    def __init__(self, name: str, layer: nn.Module, prepare: Prepare, *, total: bool, current: Pass) -> None:
+        self.name, self.layer, self.prepare = name, layer, prepare
+        self.total = total  # only the total of Σ_i c_i² is asked for
         self.current = current
         self.shadows: dict[str, Tensor] = {}  # role -> leaf whose .grad is Σ_i c_i²
-        self.samples: Tensor | None = None  # leaf whose .grad is N
+        self.samples = torch.zeros(())  # leaf whose .grad is N
 
     def parameter(self, role: str) -> nn.Parameter:
         parameter = getattr(self.layer, role)
         assert isinstance(parameter, nn.Parameter)
         return parameter
 
-    def leaves(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The leaves to run forward with: samples, weight, bias. A shadow is there only where the parameter trains."""
-        device = x.device
-        if self.samples is None or self.samples.device != device:
-            self.samples = torch.zeros((), device=device).requires_grad_()
-        return self.samples, self._shadow("weight", device), self._shadow("bias", device)
-
-    def _shadow(self, role: str, device: torch.device) -> Tensor | None:
-        if role not in self.roles or not (parameter := self.parameter(role)).requires_grad:
-            return None
-        shadow = self.shadows.get(role)
+    def observe(self, role: str) -> None:
+        """Put a shadow beside the parameter of that role, where the parameter now is."""
+        parameter = self.parameter(role)
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        if shadow is None or shadow.device != device or shadow.dtype != dtype:
-            shape = () if self.total else parameter.shape
-            shadow = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()  # no memory of its own
-            self.shadows[role] = shadow
-        return shadow
+        leaf = torch.zeros((), dtype=dtype, device=parameter.device)
+        self.shadows[role] = leaf.expand(() if self.total else parameter.shape).requires_grad_()  # one number of memory
+        self.samples = torch.zeros((), device=parameter.device).requires_grad_()
+
+    def leaves(self, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The leaves to run forward with: samples, weight, bias. A shadow is given only where the parameter trains."""
+        if self.samples.device != device:  # the model was moved
+            for role in self.shadows:
+                self.observe(role)
+        weight, bias = (
+            self.shadows[role] if role in self.shadows and self.parameter(role).requires_grad else None
+            for role in ROLES
+        )
+        return self.samples, weight, bias
 
     def check(self, samples: int, ctx: Any) -> None:
         """Before the moments of a backward pass: is what they would be added to, and what they are, what it seems?"""
@@ -90,11 +88,10 @@ class Site:
             )
         ctx.spent = True
         self.current.enter(self.name, samples)
-        if all(self.parameter(role).grad is None for role in self.roles):
+        if all(self.parameter(role).grad is None for role in self.shadows):
             self.clear()  # left over from a backward pass that no step followed
 
     def clear(self) -> None:
         """Forget the statistics gathered so far."""
         for leaf in (self.samples, *self.shadows.values()):
-            if leaf is not None:
-                leaf.grad = None
+            leaf.grad = None

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, wide
+from autoopt.moments.operation import Moments, owned, wide
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Embedding:
     lowers = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return F.embedding(x, weight, self.padding_idx, self.max_norm, self.norm_type), (x,)
+        return owned(F.embedding(x, weight, self.padding_idx, self.max_norm, self.norm_type)), (x,)
 
     def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
         raise AssertionError("indices have no gradient")
@@ -45,7 +45,7 @@ class Embedding:
         Sorting brings the occurrences of a token in a sample together, so that they are summed before they are squared;
         the shapes do not depend on the data, so nothing waits for the device.
         """
-        token = x.flatten(1)
+        token = x.reshape(x.shape[0], -1)
         if self.padding_idx is not None:
             dy = dy * (x != self.padding_idx).unsqueeze(-1)
         sample = torch.arange(token.shape[0], device=x.device).unsqueeze(1)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, moments, wide
+from autoopt.moments.operation import Moments, moments, owned, wide
 
 CHUNK = 1 << 24  # elements of single-sample gradients held at once
 
@@ -18,7 +18,7 @@ class Linear:
     lowers = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return F.linear(x, weight, bias), (x,)
+        return owned(F.linear(x, weight, bias)), (x,)
 
     def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
         return dy @ weight

@@ -38,6 +38,12 @@ class Operation(Protocol):
         """The moments of the bias."""
 
 
+def owned(output: Tensor) -> Tensor:
+    """An output that autograd takes for no view, where nobody else holds its base: it may be changed in place."""
+    fresh: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return fresh
+
+
 def wide(x: Tensor) -> Tensor:
     """x in the precision that squares are taken in: never half."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

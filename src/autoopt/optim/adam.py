@@ -68,7 +68,8 @@ class AutoAdam(AutoOptimizer):
     def _metric(self, group: dict[str, Any], bucket: Bucket, gradient: Tensor, rows: Tensor) -> Tensor:
         beta2 = group["beta2"]
         average = bucket.buffers["square_average"]
-        average.mul_(torch.where(rows, beta2, 1.0)).addcmul_(gradient, gradient, value=1 - beta2)
+        decay = 1 - (1 - beta2) * rows.to(bucket.compute)  # of the rows that move
+        average.mul_(decay).addcmul_(gradient, gradient, value=1 - beta2)
         if group["amsgrad"]:
             largest = bucket.buffers["largest_square_average"]
             average = torch.maximum(largest, average, out=largest)

@@ -32,6 +32,7 @@ class AutoOptimizer(Optimizer, ABC):
 
     _capture: Capture | None = None  # a copy or an unpickled optimizer has none: it knows no model
     _buckets: list[list[Bucket]] | None = None  # those of each group; made when needed
+    _measured = False  # whether there was a step with two samples or more
 
     def __init__(
         self, model: nn.Module, param_groups: Iterable[dict[str, Any]] | None, options: dict[str, Any]
@@ -105,6 +106,12 @@ class AutoOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         capture = self._attached()
+        if capture.current.gathered == 1 and not self._measured:
+            raise RuntimeError(
+                "every batch so far held one sample, which has no spread to learn a rate from: use a batch size of at "
+                "least 2, or accumulate gradients over several batches."
+            )
+        self._measured = True
         with torch.no_grad():
             readings = [
                 self._read(capture, group, bucket)
@@ -121,11 +128,6 @@ class AutoOptimizer(Optimizer, ABC):
 
     def _read(self, capture: Capture, group: dict[str, Any], bucket: Bucket) -> "Reading":
         """Collect gradients and second moments of a bucket, and see whether they are finite."""
-        if capture.current.largest == 1:
-            raise RuntimeError(
-                "every batch so far held one sample, which has no spread to learn a rate from: use a batch size of at "
-                "least 2."
-            )
         gradients = [p.grad for p in bucket.params]
         squares = [capture.second_moment(name) for name in bucket.names]
         for name, gradient, square in zip(bucket.names, gradients, squares, strict=True):
@@ -238,6 +240,7 @@ class AutoOptimizer(Optimizer, ABC):
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[parameter][name] = value
         self._buckets = None
+        self._measured = bool(state_dict["state"])
 
     # What was chosen, and the tie to the model.
 
