@@ -3,14 +3,17 @@
     make bench
 
 The paper's MNIST CNN, 128 samples, one CPU thread. A step is forward, backward and optimizer step. The optimizers take
-turns within each round, so that a slow moment of the machine hits all of them; the medians over the rounds are compared.
+turns within each round, so that a slow moment of the machine hits all of them; medians over the rounds are compared.
 Peak memory is what the step allocates on top of the model, by torch's profiler.
 """
 
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler talks
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +85,8 @@ def main() -> None:
         memory = peak_bytes(steps[name, 1]) / peak_bytes(steps[name, 0])
         print(f"{name:12} {plain:6.2f} ms {auto:6.2f} ms {auto / plain:6.2f}x {memory:6.2f}x")
     print(
-        f"MNIST CNN, N={SAMPLES}, one CPU thread, median of {ROUNDS} rounds of {BURST} steps; torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {platform.machine()}"
+        f"MNIST CNN, N={SAMPLES}, one CPU thread, median of {ROUNDS} rounds of {BURST} steps; "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     )
 
 

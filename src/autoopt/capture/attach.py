@@ -105,7 +105,7 @@ def _observed(plain: type[Any]) -> type[nn.Module]:
     """The subclass of a layer class whose forward reports to its site."""
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:  # noqa: A002 - the layers' own name
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.__dict__[SITE].trains():
             return _run(self, input)
         output: Tensor = plain.forward(self, input)
         return output

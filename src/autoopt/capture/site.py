@@ -73,11 +73,12 @@ class Site:
         if self.samples.device != device:  # the model was moved
             for role in self.shadows:
                 self.observe(role)
-        weight, bias = (
-            self.shadows[role] if role in self.shadows and self.parameter(role).requires_grad else None
-            for role in ROLES
-        )
-        return self.samples, weight, bias
+        trained = {role: shadow for role, shadow in self.shadows.items() if self.parameter(role).requires_grad}
+        return self.samples, trained.get("weight"), trained.get("bias")
+
+    def trains(self) -> bool:
+        """Whether any of the observed parameters is not frozen at the moment."""
+        return any(self.parameter(role).requires_grad for role in self.shadows)
 
     def check(self, samples: int, ctx: Any) -> None:
         """Before the moments of a backward pass: is what they would be added to, and what they are, what it seems?"""

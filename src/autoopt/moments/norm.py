@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, moments
+from autoopt.moments.operation import Moments, moments, wide
 
 ONLY_INPUT = (True, False, False)
 
@@ -47,14 +48,16 @@ class RMSNorm:
     lowers = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        rstd = (x.square().mean(self.axes, keepdim=True) + eps).rsqrt()
-        return x * rstd * weight, (x, rstd)
+        full = wide(x)
+        eps = torch.finfo(full.dtype).eps if self.eps is None else self.eps
+        rstd = (full.square().mean(self.axes, keepdim=True) + eps).rsqrt()
+        return (full * rstd * weight).to(x.dtype), (x, rstd)
 
     def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
         x, rstd = kept
         normal, scaled = x * rstd, dy * weight
-        return rstd * (scaled - normal * (scaled * normal).mean(self.axes, keepdim=True))
+        gradient = rstd * (scaled - normal * (scaled * normal).mean(self.axes, keepdim=True))
+        return gradient.to(x.dtype)
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         x, rstd = kept
@@ -178,6 +181,8 @@ def prepare_group_norm(layer: nn.GroupNorm, x: Tensor) -> tuple[GroupNorm, Tenso
 def prepare_batch_norm(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tuple[BatchNorm, Tensor]:
     """The operation of an nn.BatchNormNd, which like the layer's own forward counts the batches that it has seen."""
     layer._check_input_dim(x)
+    if layer.training:
+        F._verify_batch_size(x.size())  # type: ignore[attr-defined]
     momentum = layer.momentum
     if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)

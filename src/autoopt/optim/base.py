@@ -49,7 +49,11 @@ class AutoOptimizer(Optimizer, ABC):
             )
         groups = [{"params": list(self._names)}] if param_groups is None else list(param_groups)
         self._capture = Capture(model, {}, elementwise=self.elementwise)
-        super().__init__(groups, options)
+        try:
+            super().__init__(groups, options)
+        except Exception:
+            self._capture.detach()  # leave no half-attached model behind
+            raise
         weakref.finalize(self, self._capture.detach).atexit = False
 
     # Groups and their options.
@@ -61,13 +65,9 @@ class AutoOptimizer(Optimizer, ABC):
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
         named = [(self._name(parameter), parameter) for parameter in params]
         self._check_options({**self.defaults, **param_group})
-        super().add_param_group({**param_group, "params": named})
         assert self._capture is not None
-        try:
-            self._capture.add(dict(named))
-        except ValueError:
-            self._capture.detach()  # leave no half-attached model behind
-            raise
+        self._capture.add(dict(named))
+        super().add_param_group({**param_group, "params": named})
         self._buckets = None
 
     def _name(self, parameter: nn.Parameter) -> str:
@@ -111,7 +111,7 @@ class AutoOptimizer(Optimizer, ABC):
                 "every batch so far held one sample, which has no spread to learn a rate from: use a batch size of at "
                 "least 2, or accumulate gradients over several batches."
             )
-        self._measured = True
+        self._measured |= capture.current.gathered > 1
         with torch.no_grad():
             readings = [
                 self._read(capture, group, bucket)

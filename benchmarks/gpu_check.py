@@ -1,0 +1,163 @@
+"""What only a GPU can show: no host synchronisation, a kernel count that does not grow, the same numbers, the cost.
+
+    PYTHONPATH=src python3 benchmarks/gpu_check.py [--out FILE]
+
+Needs torch and a CUDA device, nothing else. Exits with an error if a promise is broken.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
+from autoopt.capture import Capture
+
+OPTIMIZERS = (AutoSGD, AutoAdam, AutoAdaGrad)
+
+
+def every_layer() -> nn.Module:
+    """A small network with each covered layer family but Embedding."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, groups=8),
+        nn.GroupNorm(4, 8), nn.Flatten(2), nn.Linear(196, 12), nn.LayerNorm(12), nn.ReLU(), nn.Conv1d(8, 4, 3),
+        nn.RMSNorm(10), nn.Flatten(), nn.Linear(40, 10),
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """The residual block of ResNet-18."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.skip = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 for images of 32 x 32."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    width = 64
+    for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [Block(width, outputs, stride), Block(outputs, outputs, 1)]
+        width = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def moments_agree() -> float:
+    """The largest relative difference of a second moment on the GPU (float32) from the CPU's (float64)."""
+    torch.manual_seed(0)
+    slow, x, y = every_layer().double(), torch.randn(32, 3, 16, 16).double(), torch.randint(0, 10, (32,))
+    fast = copy.deepcopy(slow).float().cuda()
+    captures = [Capture(model, dict(model.named_parameters()), elementwise=True) for model in (slow, fast)]
+    F.cross_entropy(slow(x), y).backward()
+    F.cross_entropy(fast(x.float().cuda()), y.cuda()).backward()
+    worst = 0.0
+    for name, _ in slow.named_parameters():
+        wanted, got = (capture.second_moment(name) for capture in captures)
+        assert wanted is not None
+        assert got is not None
+        worst = max(worst, ((got.cpu() - wanted).abs().max() / wanted.abs().max()).item())
+    assert worst < 1e-4, worst  # float32 convolutions in another order
+    return worst
+
+
+def no_synchronisation() -> None:
+    """Forward, backward and step with every synchronising call an error."""
+    x, y = torch.randn(32, 3, 16, 16, device="cuda"), torch.randint(0, 10, (32,), device="cuda")
+    for make in OPTIMIZERS:
+        model = every_layer().cuda()
+        optimizer = make(model)
+        for step in range(6):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step lays the state out
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+        assert all(0 < chosen.lr <= 1 for chosen in optimizer.tuned().values())
+
+
+def kernels_of_step(depth: int, make: type[torch.optim.Optimizer]) -> int:
+    """How many kernels a step launches for an MLP of so many layers."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(depth)]).cuda()
+    optimizer = make(model)  # type: ignore[arg-type]
+    x = torch.randn(16, 64, device="cuda")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        optimizer.step()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def cost(make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[float, float]:
+    """Milliseconds and peak bytes of a training step of ResNet-18, 128 images, bf16 autocast, channels_last."""
+    torch.manual_seed(0)
+    model = resnet18().cuda().to(memory_format=torch.channels_last)
+    optimizer = make(model)
+    x = torch.randn(128, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (128,), device="cuda")
+    times = []
+    for step in range(50):
+        if step == 10:
+            torch.cuda.reset_peak_memory_stats()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[10:]), float(torch.cuda.max_memory_allocated())
+
+
+def main() -> None:
+    """Run the checks, print what they found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    found: dict[str, object] = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    found["largest relative error of Σ c_i²"] = moments_agree()
+    no_synchronisation()
+    found["synchronisations in forward, backward and step"] = 0
+    for make in OPTIMIZERS:
+        counts = [kernels_of_step(depth, make) for depth in (4, 40, 200)]
+        found[f"kernels in {make.__name__}.step, 8 / 80 / 400 tensors"] = counts
+    plains = {
+        "AutoSGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, fused=True),
+        "AutoAdam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3, fused=True),
+    }
+    for auto in (AutoSGD, AutoAdam):
+        plain, own = cost(plains[auto.__name__]), cost(auto)
+        found[f"ResNet-18 bf16, {auto.__name__} over fused: ms, ms, time, memory"] = [
+            round(plain[0], 3), round(own[0], 3), round(own[0] / plain[0], 3), round(own[1] / plain[1], 3),
+        ]  # fmt: skip
+    for key, value in found.items():
+        print(f"{key}: {value}")
+    if out:
+        out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
