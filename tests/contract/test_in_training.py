@@ -322,6 +322,39 @@ def test_discarded_backward_leaves_nothing_behind(make: Any, forget: Callable[[n
     assert_same(snapshot(model, optimizer), snapshot(clean, clean_optimizer))
 
 
+def fill_with_zeros(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: model.zero_grad(set_to_none=True),
+        lambda model, optimizer: model.zero_grad(set_to_none=False),
+        fill_with_zeros,
+    ],
+    ids=["optimizer-to-zero", "model", "model-to-zero", "by-hand"],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["before-forward", "before-backward"])
+def test_every_way_to_zero_the_gradients(make: Any, zero: Callable[[nn.Module, Any], None], late: bool) -> None:
+    clean, model = mlp(), mlp()
+    clean_optimizer, optimizer = make(clean), make(model)
+    for x, y in batches(3):
+        train(clean, clean_optimizer, [(x, y)])
+        if not late:
+            zero(model, optimizer)
+        loss = F.cross_entropy(model(x), y)
+        if late:
+            zero(model, optimizer)
+        loss.backward()
+        optimizer.step()
+    assert_same(snapshot(model, optimizer), snapshot(clean, clean_optimizer))
+
+
 @every_optimizer
 def test_second_optimizer_takes_over(make: Any) -> None:
     model = mlp()

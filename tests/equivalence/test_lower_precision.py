@@ -114,11 +114,30 @@ def test_autocast_through_a_chain_of_layers(chain: str) -> None:
         assert moment.dtype == torch.float32
 
 
+HALF: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear": (nn.Linear(2, 2), (4, 2)),
+    "sequence": (nn.Linear(2, 2), (4, 3, 2)),
+    "convolution": (nn.Conv1d(2, 2, 1), (4, 2, 3)),
+    "embedding": (nn.Embedding(3, 2), (4, 3)),
+    "layer-norm": (nn.LayerNorm(2), (4, 3, 2)),
+    "rms-norm": (nn.RMSNorm(2), (4, 3, 2)),
+    "group-norm": (nn.GroupNorm(1, 2), (4, 2, 3)),
+    "batch-norm": (nn.BatchNorm1d(2), (4, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("elementwise", [True, False], ids=["elementwise", "total"])
 @pytest.mark.parametrize("size", [1e-4, 1e4])
-def test_float16_squares_do_not_overflow_or_vanish(size: float) -> None:
-    """float16 holds 6e-8 to 65504; the square of a contribution outside 2.4e-4 to 255 is not in it."""
-    model = nn.Linear(2, 2, bias=False).half()
-    capture = attach(model)
-    x = torch.ones(4, 2, dtype=torch.float16)
+@pytest.mark.parametrize("layer", HALF)
+def test_float16_squares_do_not_overflow_or_vanish(layer: str, size: float, elementwise: bool) -> None:
+    """float16 ends at 65504 and at 6e-8: the square of a contribution above 255 or below 2.4e-4 is not in it."""
+    kind, shape = HALF[layer]
+    model = copy.deepcopy(kind).half()
+    x = torch.randint(3, shape) if layer == "embedding" else torch.rand(shape).half()
+    exact = x.double() if x.is_floating_point() else x
+    expected = contributions(model, lambda m: m(exact).sum() * size)
+    capture = Capture(model, dict(model.named_parameters()), elementwise=elementwise)
     (model(x).float().sum() * size).backward()
-    torch.testing.assert_close(capture.second_moment("weight"), torch.full((2, 2), 4 * size**2), rtol=2e-3, atol=0)
+    for name, c in expected.items():
+        square = c.square().sum(0) if elementwise else c.square().sum()
+        assert_close(capture.second_moment(name), square, 0.02, name)

@@ -69,6 +69,12 @@ def test_equal_samples_have_no_variance() -> None:
     assert 1e-5 * c.sum(1).square().sum() >= V
 
 
+def test_rounding_gives_no_negative_variance() -> None:
+    """Four equal samples, with <g,g> rounded up by one bit."""
+    square, samples = torch.tensor(0.25), torch.tensor(4.0)
+    assert variance(square, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)), samples) == 0
+
+
 def expected_loss(gamma: Tensor, g: Tensor, m: Tensor, gradient: Tensor, hessian: Tensor, h: Tensor) -> Tensor:
     """Mean over draws g of Ĵ(w_{t+1}) - J(w_t), eq. Taylor-3, after the update with γ; one value for each γ."""
     first, second = gamma[:, 0, None, None], gamma[:, 1, None, None]

@@ -45,6 +45,13 @@ def test_closed_form_solves_the_system(share: float, ratio: float, cosine: float
     assert second > 0
 
 
+def test_the_rate_never_falls_below_its_floor() -> None:
+    """m across g: γ1 = V/gg, here 0.9995, which would leave α = 0.0005."""
+    first, second = solve(*(torch.tensor(x, dtype=torch.float64) for x in (0.9995, 1.0, 0.0, 1.0)))
+    assert first == GAMMA_MAX
+    assert second == 0
+
+
 def test_units_do_not_meet() -> None:
     """One call for all units gives each what it gets alone; a broken one (not a number) stays alone."""
     stacks = torch.tensor(

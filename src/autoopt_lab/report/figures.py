@@ -1,0 +1,102 @@
+"""Figures as plotly specifications: plain dicts, which the page's script draws in the colours of its theme."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from autoopt_lab.demo import Row, percent
+from autoopt_lab.train import Run, Setting, Trace
+
+Figure = dict[str, Any]
+
+# Mid-tones, readable on the light and on the dark page alike.
+AUTO, BEST, OTHER = "#e8590c", "#3b82c4", "rgba(128,128,128,0.5)"
+LAYERS = ("#3b82c4", "#e8590c", "#2f9e63", "#a85cc9", "#b8860b", "#d6457a")
+
+
+def errors(row: Row, runs: list[Run], floor: float) -> Figure:
+    """Test error against the epoch, mean over the seeds: the grid faint, its best dashed, Auto bold.
+
+    The axis is logarithmic, so errors below `floor` are drawn at it.
+    """
+    others = [result.setting for result in row.grid if result is not row.best]
+    lines = [_curve(setting, runs, floor, "other rates", {"color": OTHER, "width": 1}) for setting in others]
+    for line in lines[1:]:
+        line["showlegend"] = False
+    best, auto = row.best.setting, row.auto.setting
+    lines.append(_curve(best, runs, floor, f"best rate: {best.lr:.2g}", {"color": BEST, "width": 2, "dash": "dash"}))
+    lines.append(_curve(auto, runs, floor, auto.optimizer, {"color": AUTO, "width": 4}))
+    ticks = [tick for tick in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if tick >= floor]
+    labels = [f"{100 * tick:g} %" for tick in ticks]
+    return _figure(lines, "epoch", {"title": {"text": "test error"}, "type": "log"} | _ticks(ticks, labels))
+
+
+def rates(traces: dict[str, Trace]) -> Figure:
+    """The learning rate that was chosen for every tensor, against the step."""
+    lines = _per_tensor({name: (trace.step, trace.lr) for name, trace in traces.items()})
+    return _figure(lines, "step", {"title": {"text": "learning rate"}, "type": "log", "exponentformat": "power"})
+
+
+def momenta(traces: dict[str, Trace]) -> Figure:
+    """The momentum that was chosen for every tensor, against the step."""
+    lines = _per_tensor({name: (trace.step, trace.momentum) for name, trace in traces.items()})
+    highest = max((value for line in lines for value in line["y"] if value is not None), default=0.0)
+    top = max(0.1, 1.05 * highest)  # not less: momenta that stay near zero should look like it
+    return _figure(lines, "step", {"title": {"text": "momentum"}, "range": [-0.02 * top, top]})
+
+
+def _curve(setting: Setting, runs: list[Run], floor: float, name: str, line: dict[str, Any]) -> Figure:
+    seeds = [run.test_errors for run in runs if run.setting == setting]
+    means = [sum(epoch) / len(epoch) for epoch in zip(*seeds, strict=True)]
+    label = setting.optimizer if setting.lr is None else f"{setting.optimizer}, rate {setting.lr:.2g}"
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": list(range(len(means))),
+        "y": _drawable(max(mean, floor) if math.isfinite(mean) else mean for mean in means),
+        "customdata": [percent(mean) for mean in means],
+        "hovertemplate": f"{label}<br>epoch %{{x}}: %{{customdata}}<extra></extra>",
+        "line": line,
+    }
+
+
+def _per_tensor(series: dict[str, tuple[list[int], list[float]]]) -> list[Figure]:
+    """One colour per layer; weights solid, all else (biases) dotted."""
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in series))
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": steps,
+            "y": _drawable(values),
+            "hovertemplate": f"{name}<br>step %{{x}}: %{{y:.3g}}<extra></extra>",
+            "line": {
+                "color": LAYERS[layers.index(name.rpartition(".")[0]) % len(LAYERS)],
+                "width": 1.5,
+                "dash": "solid" if name.endswith("weight") else "dot",
+            },
+        }
+        for name, (steps, values) in series.items()
+    ]
+
+
+def _drawable(values: Iterable[float]) -> list[float | None]:
+    """JSON knows no NaN: None leaves a gap in the line."""
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _ticks(values: list[float], labels: list[str]) -> dict[str, Any]:
+    return {"tickmode": "array", "tickvals": values, "ticktext": labels}
+
+
+def _figure(lines: list[Figure], across: str, up: dict[str, Any]) -> Figure:
+    layout = {
+        "xaxis": {"title": {"text": across}},
+        "yaxis": up,
+        "margin": {"l": 64, "r": 12, "t": 8, "b": 44},
+        "legend": {"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0},
+        "hovermode": "closest",
+    }
+    return {"data": lines, "layout": layout}
