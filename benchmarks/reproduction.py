@@ -44,12 +44,15 @@ PAPER = {  # test error and standard deviation, Table 2
 
 
 def run(data: Path, out: Path, seeds: int, epochs: int) -> None:
-    """Train everything and write one record per run."""
-    records: list[dict[str, Any]] = []
+    """Train everything that the file does not hold yet, and write one record per run."""
+    records: list[dict[str, Any]] = json.loads(out.read_text())["records"] if out.exists() else []
+    done = {(record["task"], record["optimizer"]) for record in records}
     facts = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "batch": 128, "epochs": epochs}
     for name, task in TASKS.items():
         samples = task.data(data)
         for optimizer, settings in SETTINGS.items():
+            if (name, optimizer) in done:
+                continue
             start = time.time()
             runs = [Run(seed, options) for options in settings for seed in range(seeds)]
             results = train(task.NET, samples, Plan(optimizer, batch=128, epochs=epochs), runs, device="cuda")

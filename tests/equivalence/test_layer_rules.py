@@ -76,8 +76,7 @@ def test_nothing_else_changes(case: Case, dtype: torch.dtype) -> None:
 )
 def test_large_layers_in_chunks(case: Case, elementwise: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule holds the contributions of a few samples at a time; how many does not show."""
-    monkeypatch.setattr("autoopt.moments.linear.CHUNK", chunk)
-    monkeypatch.setattr("autoopt.moments.conv.CHUNK", chunk)
+    monkeypatch.setattr("autoopt.moments.product.CPU_CHUNK", chunk)
     test_second_moments_equal_the_reference(case, torch.float64, "mean", elementwise)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -10,8 +13,9 @@ import torch
 from engine_tools import NET, data, plain_loop
 from torch import nn
 
-from autoopt_lab.engine import RULES, Conv, Linear, Net, Plan, Run, random, train
-from autoopt_lab.engine.reference import gradients
+from autoopt_lab.engine import RULES, Conv, Flatten, Linear, MaxPool, Net, Plan, Run, launches, random, train
+from autoopt_lab.engine.reference import Reference, gradients
+from autoopt_lab.engine.train import Chunk
 
 PLAN = Plan("sgd", batch=8, epochs=2, average=0.1)
 
@@ -62,6 +66,36 @@ def test_a_run_in_a_chunk_equals_the_run_alone_to_the_last_bit(optimizer: str) -
         assert alone.average_test_error == among.average_test_error
         if alone.trace is not None and among.trace is not None:
             torch.testing.assert_close(alone.trace, among.trace, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's compiler imports it
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_run_with_a_compiled_update_equals_the_run_alone_to_the_last_bit() -> None:
+    plan = replace(PLAN, optimizer="adam")
+    runs = [Run(seed, options) for seed, options in enumerate(run_options("adam"))]
+    together = train(NET, data(), plan, runs, compile_update=True)
+    (alone,) = train(NET, data(), plan, runs[2:3], compile_update=True)
+    assert torch.equal(alone.weights, together[2].weights)
+    plain = train(NET, data(), plan, runs)
+    torch.testing.assert_close(together[2].weights, plain[2].weights, rtol=1e-3, atol=1e-5)
+
+
+def test_a_chunk_that_is_done_with_gives_its_memory_back_at_once() -> None:
+    chunk = Chunk(NET, data(), PLAN, [Run(1)], Reference(NET), "cpu", torch.float64)
+    chunk.epoch(0)
+    gone = weakref.ref(chunk)
+    gc.disable()
+    try:
+        del chunk
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("outputs", [6, 20, 64])
+def test_a_convolutions_weight_gradient_has_a_column_for_every_candidate(outputs: int) -> None:
+    stage = Net((3, 32, 32), (Conv(outputs, 5), MaxPool(), Flatten(), Linear(10))).stages[0]
+    assert launches.conv_weight_gradient(stage, samples=16, moments=False)["BQ"] >= 4 * outputs
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])

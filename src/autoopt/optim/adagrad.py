@@ -37,7 +37,7 @@ class AutoAdaGrad(AutoOptimizer):
         param_groups: Iterable[dict[str, Any]] | None = None,
         lr: float = 1.0,
         rule: str = "paper",
-        smoothing: float = 0.9999,
+        smoothing: float = 0.9995,
         start: tuple[float, float] = (0.999, 0.0),
         eps: float = 1e-10,
         weight_decay: float = 0.0,

@@ -129,7 +129,7 @@ class PaperAdam(Paper):
 
 
 class PaperAdaGrad(Paper):
-    options: ClassVar[Mapping[str, float]] = {**Paper.options, "smoothing": 0.9999}
+    options: ClassVar[Mapping[str, float]] = {**Paper.options, "smoothing": 0.9995}
 
 
 RULES: dict[str, tuple[type[Rule], type[Metric]]] = {

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoopt_lab.engine import kernels
+from autoopt_lab.engine import kernels, launches
+from autoopt_lab.engine.launches import Launch, window
 from autoopt_lab.engine.net import Net, Stage
 from autoopt_lab.engine.reference import Gradients, loss_and_gradient
 
@@ -66,14 +67,14 @@ class Fused:
                 d = self._input_gradient(stage, d, output, factors, len(weights), samples)
         return Gradients(gradient, weights[:, :0] if second is None else second, loss)
 
-    def _launch(self, kernel: str, stage: Stage, **defaults: int) -> dict[str, Any]:
-        return defaults | self.tuning.get((kernel, stage.name), {})
+    def _launch(self, kernel: str, stage: Stage, default: Launch) -> dict[str, Any]:
+        return default | self.tuning.get((kernel, stage.name), {})
 
     def _expanded(self, stage: Stage, weights: Tensor) -> tuple[Tensor, int]:
         flat = weights[:, stage.offset :]
         if stage.pool == 1:
             return flat, weights.shape[1]
-        size = stage.pool**2 * stage.outputs * _window(stage)
+        size = stage.pool**2 * stage.outputs * window(stage)
         out = weights.new_empty(len(weights), size)
         kernels.expand[(-(-size // 1024), len(weights))](
             flat, out, weights.shape[1], **_shape(stage), POOL=stage.pool, BLOCK=1024
@@ -88,15 +89,7 @@ class Fused:
         y = weights.new_empty(runs * rows * stage.outputs)
         origin = torch.empty_like(y, dtype=torch.int8) if save else y
         weight, weight_run = self._expanded(stage, weights)
-        launch = self._launch(
-            "forward",
-            stage,
-            BM=_clamp(rows, 16, 128),
-            BE=_block(_window(stage)),
-            BO=_clamp(stage.outputs, 8, 64),
-            num_warps=4,
-            num_stages=2,
-        )
+        launch = self._launch("forward", stage, launches.forward(stage, rows))
         kernels.forward[(-(-rows // launch["BM"]), -(-stage.outputs // launch["BO"]), runs)](
             x,
             weight,
@@ -126,18 +119,10 @@ class Fused:
         self, stage: Stage, d: Tensor, output: Output, factors: Tensor | None, runs: int, samples: int
     ) -> Tensor:
         height, width = stage.output_size
-        rows, window = samples * height * width, _window(stage)
-        windows = d.new_empty(runs * rows * window)
-        launch = self._launch(
-            "window_gradient",
-            stage,
-            BM=_clamp(rows, 16, 128),
-            BK=_clamp(stage.pool**2 * stage.outputs, 16, 32),
-            BE=_clamp(window, 16, 64),
-            num_warps=4,
-            num_stages=2,
-        )
-        kernels.window_gradient[(-(-rows // launch["BM"]), -(-window // launch["BE"]), runs)](
+        rows, elements = samples * height * width, window(stage)
+        windows = d.new_empty(runs * rows * elements)
+        launch = self._launch("window_gradient", stage, launches.window_gradient(stage, rows))
+        kernels.window_gradient[(-(-rows // launch["BM"]), -(-elements // launch["BE"]), runs)](
             d,
             output.origin,
             _factor(stage, factors, d),
@@ -157,7 +142,7 @@ class Fused:
             return windows
         per_sample = stage.height * stage.width * stage.channels
         dx = d.new_empty(runs * samples * per_sample)
-        launch = self._launch("fold", stage, BLOCK=_clamp(per_sample, 64, 512), num_warps=4)
+        launch = self._launch("fold", stage, launches.fold(stage))
         kernels.fold[(runs * samples, -(-per_sample // launch["BLOCK"]))](
             windows, dx, H=stage.height, W=stage.width, C=stage.channels, S=stage.kernel, POOL=stage.pool, **launch
         )
@@ -173,23 +158,12 @@ class Fused:
         outs: list[Tensor],
         samples: int,
     ) -> None:
-        runs, moments, window = len(outs[0]), len(outs) == 2, _window(stage)
+        runs, moments, elements = len(outs[0]), len(outs) == 2, window(stage) + 1  # and the bias
         columns = stage.pool**2 * stage.outputs
-        launch = self._launch(
-            "conv_weight_gradient",
-            stage,
-            SPLIT=1 if moments else gcd(samples, 8),  # squares are of single samples
-            BP=32,
-            BE=_clamp(window + 1, 16, 128),
-            BQ=_clamp(columns, 16, 128),
-            num_warps=4,
-            num_stages=2,
-        )
-        if moments:
-            launch["SPLIT"] = 1
+        launch = self._launch("conv_weight_gradient", stage, launches.conv_weight_gradient(stage, samples, moments))
         splits = samples // launch["SPLIT"]
-        parts = d.new_empty(runs * splits * columns * (window + 1))
-        kernels.conv_weight_gradient[(-(-(window + 1) // launch["BE"]), splits, runs)](
+        parts = d.new_empty(runs * splits * columns * elements)
+        kernels.conv_weight_gradient[(-(-elements // launch["BE"]), splits, runs)](
             x,
             d,
             origin,
@@ -208,7 +182,7 @@ class Fused:
             PRECISION=self.precision,
             **launch,
         )
-        launch = self._launch("collect", stage, BLOCK=128, num_warps=4)
+        launch = self._launch("collect", stage, launches.collect())
         kernels.collect[(-(-stage.parameters // launch["BLOCK"]), runs)](
             parts,
             outs[0],
@@ -231,15 +205,7 @@ class Fused:
         outs: list[Tensor],
         samples: int,
     ) -> None:
-        launch = self._launch(
-            "linear_weight_gradient",
-            stage,
-            BN=_clamp(samples, 16, 32),
-            BE=64,
-            BO=_clamp(stage.outputs, 16, 64),
-            num_warps=4,
-            num_stages=2,
-        )
+        launch = self._launch("linear_weight_gradient", stage, launches.linear_weight_gradient(stage, samples))
         kernels.linear_weight_gradient[
             (-(-(stage.patch + 1) // launch["BE"]), -(-stage.outputs // launch["BO"]), len(outs[0]))
         ](
@@ -265,10 +231,6 @@ def _shape(stage: Stage) -> dict[str, int]:
     return {"C": stage.channels, "S": stage.kernel, "O": stage.outputs}
 
 
-def _window(stage: Stage) -> int:
-    return (stage.kernel + stage.pool - 1) ** 2 * stage.channels
-
-
 def _vector(stage: Stage) -> int:
     """How many neighbouring window elements can be read at once: they are contiguous and aligned at every window."""
     edge = stage.kernel + stage.pool - 1
@@ -285,13 +247,3 @@ def _factor(stage: Stage, factors: Tensor | None, unused: Tensor) -> Tensor:
 
 def _factor_strides(factors: Tensor | None) -> tuple[int, int]:
     return (0, 0) if factors is None else (factors.stride(0), factors.stride(1))
-
-
-def _clamp(n: int, least: int, most: int) -> int:
-    """The smallest power of two that is not below n, between two others."""
-    return max(least, min(most, 1 << (n - 1).bit_length()))
-
-
-def _block(window: int) -> int:
-    """16 or 32 window elements at a time, whichever leaves fewer idle."""
-    return min((32, 16), key=lambda block: -(-window // block) * block)
