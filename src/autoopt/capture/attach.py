@@ -7,7 +7,7 @@ they are, in-place activations keep working, and a copy or pickle of an attached
 import copyreg
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ class Capture:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, elementwise: bool) -> None:
         self.model, self.total = model, not elementwise
-        self.current = Pass()
+        self.current = Pass(self._measure)
         self.sites: dict[str, Site] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.sizes: dict[str, Tensor] = {}  # |g| of each parameter as the last backward pass left it
         self.add(parameters)
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -55,6 +57,7 @@ class Capture:
                 self.sites[path] = site
                 _observe(site)
             site.observe(role)
+            self.parameters[name] = parameters[name]
 
     def second_moment(self, name: str) -> Tensor | None:
         """Σ_i c_i² of a parameter since the last clear, elementwise or in total; None where nothing was observed."""
@@ -67,6 +70,26 @@ class Capture:
         path = name.rpartition(".")[0]
         return self.sites[path].samples.grad if path in self.sites else None
 
+    @torch.no_grad()
+    def _measure(self) -> None:
+        """Note the sizes of the gradients, so that `changed` can tell what was done to them before the step."""
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        self.sizes = dict(zip(gradients, _sizes(list(gradients.values())), strict=True))
+
+    def changed(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.
+
+        Exactly 1 for a gradient that nobody touched. None where the backward pass was compiled: then no size is known.
+        """
+        if not self.sizes:
+            return None
+        sizes = _sizes([gradient for gradient in gradients if gradient is not None])
+        one = torch.ones_like(sizes[0])
+        rest = iter(sizes)
+        now = torch.stack([one if gradient is None else next(rest) for gradient in gradients])
+        before = torch.stack([self.sizes.get(name, one) for name in names])
+        return torch.where(before > 0, now / before, 1.0)
+
     def lost(self) -> str | None:
         """The name of a layer that no longer reports here: another optimizer took it over, or it was detached."""
         return next((site.name for site in self.sites.values() if site.layer.__dict__.get(SITE) is not site), None)
@@ -74,6 +97,7 @@ class Capture:
     def clear(self) -> None:
         """Forget what was gathered."""
         self.current.gathered = 0
+        self.sizes = {}
         for site in self.sites.values():
             site.clear()
 
@@ -83,6 +107,11 @@ class Capture:
             if site.layer.__dict__.get(SITE) is site:
                 site.layer.__class__ = _plain(site.layer)
                 del site.layer.__dict__[SITE]
+
+
+def _sizes(gradients: list[Tensor]) -> list[Tensor]:
+    """|g| of each, in one operation."""
+    return list(torch._foreach_norm(gradients, dtype=torch.float64)) if gradients else []
 
 
 def _observe(site: Site) -> None:

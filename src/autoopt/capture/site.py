@@ -1,5 +1,6 @@
 """One observed layer: its shadow leaves, and the checks that keep what they hold exact."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ class Pass:
     Wrong statistics would train badly without a word, so what this version cannot do exactly is refused.
     """
 
+    ended: Callable[[], None]  # called at the end of each backward pass
     graph: int = -1
     samples: int = 0
     first: str = ""
@@ -30,6 +32,7 @@ class Pass:
         if graph != self.graph:
             self.graph, self.samples, self.first, self.seen = graph, samples, name, set()
             self.gathered += samples
+            torch.autograd.Variable._execution_engine.queue_callback(self.ended)
         if samples != self.samples:
             raise RuntimeError(
                 f"layer '{name}' got {samples} rows where '{self.first}' got {self.samples} in the same backward pass, "

@@ -74,7 +74,7 @@ class AutoAdam(AutoOptimizer):
             largest = bucket.buffers["largest_square_average"]
             average = torch.maximum(largest, average, out=largest)
         # 1 - β2^t; a tensor that has not moved yet (t = 0) has an average of zero, and none of what it gets is used
-        weight = (1 - beta2 ** bucket.steps.clamp_min(1)).to(bucket.compute)[bucket.tensor_of_row].unsqueeze(1)
+        weight = bucket.column(1 - beta2 ** bucket.steps.clamp_min(1))
         metric: Tensor = (average / weight).sqrt_().add_(group["eps"])
         return metric
 

@@ -139,12 +139,16 @@ class AutoOptimizer(Optimizer, ABC):
                 )
         gradient = bucket.rows(gradients)
         (size,) = bucket.sums(gradient.square())
+        square = bucket.rows(squares) if self.elementwise else bucket.stack(squares)
+        changed = capture.changed(bucket.names, gradients)
+        if changed is not None:  # what was done to g since the backward pass was not done to Σ c_i²: do it now
+            factor = changed.square()
+            square = square * (bucket.column(factor) if self.elementwise else factor)
         if self.elementwise:
-            square = bucket.rows(squares)
             (spread,) = bucket.sums(square)
         else:
-            square = spread = bucket.reduce(squares, "sum")
-        samples = bucket.reduce([capture.samples(name) for name in bucket.names], "max")
+            square = spread = bucket.reduce(square, "sum")
+        samples = bucket.reduce(bucket.stack([capture.samples(name) for name in bucket.names]), "max")
         finite = (size + spread).isfinite().all()
         return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, finite)
 

@@ -112,15 +112,22 @@ class Bucket:
         rows = torch.stack([matrix.sum(1) for matrix in matrices], 1).to(STATISTICS)
         return torch.segment_reduce(rows, "sum", lengths=self.rows_per_unit, unsafe=True).T
 
-    def reduce(self, numbers: Sequence[Tensor | None], how: str) -> Tensor:
-        """One number per tensor (None is zero) to one per unit."""
+    def stack(self, numbers: Sequence[Tensor | None]) -> Tensor:
+        """One number per tensor (None is zero), stacked."""
         zero = self.pads[0].new_zeros(())
-        stacked = torch.stack([zero if number is None else number for number in numbers]).to(STATISTICS)
-        return torch.segment_reduce(stacked, how, lengths=self.tensors_per_unit, unsafe=True)
+        return torch.stack([zero if number is None else number for number in numbers]).to(STATISTICS)
+
+    def reduce(self, numbers: Tensor, how: str) -> Tensor:
+        """One number per tensor to one per unit."""
+        return torch.segment_reduce(numbers, how, lengths=self.tensors_per_unit, unsafe=True)
 
     def spread(self, units: Tensor) -> Tensor:
         """One number per unit, as a column that broadcasts over the rows."""
         return units[self.unit_of_row].unsqueeze(1).to(self.compute)
+
+    def column(self, tensors: Tensor) -> Tensor:
+        """One number per tensor, as a column that broadcasts over the rows."""
+        return tensors[self.tensor_of_row].unsqueeze(1).to(self.compute)
 
     def present(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
         """Which tensors are there, on the device; None where all are. Few patterns occur, so each is made once."""
