@@ -1,0 +1,43 @@
+"""torch.compile of the model, in one graph: the statistics flow through it as gradients do.
+
+The backend is aot_eager: it tests what Dynamo and AOTAutograd trace, without the minute that a C++ build takes.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoopt import AutoAdam, AutoSGD
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1, stride=2), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.GroupNorm(2, 4),
+        nn.Flatten(2), nn.Linear(16, 8), nn.LayerNorm(8), nn.Flatten(), nn.RMSNorm(32), nn.Linear(32, 3),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo, tracing any Function
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+def test_a_compiled_model_trains_as_the_plain_one(make: type) -> None:
+    plain = network()
+    other = copy.deepcopy(plain)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    optimizers = make(plain), make(other)
+    for _ in range(5):
+        x, y = torch.randn(6, 1, 8, 8, dtype=torch.float64), torch.randint(0, 3, (6,))
+        for model, optimizer in zip((plain, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    for name, chosen in optimizers[0].tuned().items():
+        assert optimizers[1].tuned()[name].lr == pytest.approx(chosen.lr, rel=1e-9)
+        # a bias before a normalisation has a gradient of rounding errors, whose noise means nothing
+        if name not in ("0.bias", "5.bias"):
+            assert optimizers[1].tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9)
+    for (name, a), b in zip(plain.named_parameters(), other.parameters(), strict=True):
+        if make is AutoSGD or name not in ("0.bias", "5.bias"):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10, msg=name)
