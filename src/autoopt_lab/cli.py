@@ -1,10 +1,11 @@
 """The command line `autoopt`."""
 
+import math
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ except ImportError as missing:
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help need not wait for torch
     from autoopt_lab.demo import Result, Row
+    from autoopt_lab.record import Job, Manifest
+    from autoopt_lab.results import Results
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -76,6 +79,203 @@ def demo(
     console.print(_table(report.rows))
     print(textwrap.fill(report.verdict, console.width))
     print(f"Page: {path}")  # not through rich, which would wrap a long path
+
+
+DataFolder = Annotated[Path | None, typer.Option(help="Folder of the data, else AUTOOPT_DATA.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, or a list such as cuda:0,cuda:1: a process for each.")]
+Minutes = Annotated[float, typer.Option(help="Begin nothing that would not end by then.", min=0)]
+Average = Annotated[float | None, typer.Option(help="Also average the weights, with this share of the newest.")]
+
+
+@app.command(epilog="Examples: autoopt paper --fast --data DATA; autoopt paper --data DATA --seeds 0:3")
+def paper(
+    out: Annotated[Path, typer.Option(help="Run folder: gone on with if it is there.")] = Path("runs/paper"),
+    data: DataFolder = None,
+    device: Device = "auto",
+    fast: Annotated[bool, typer.Option("--fast", help="A small version, for a CPU and a few minutes.")] = False,
+    seeds: Annotated[str | None, typer.Option(help="FIRST:END, only these now; all ten by default.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="TASK, TASK/OPTIMIZER or TASK/OPTIMIZER/BATCH, * for any; repeatable.")
+    ] = None,
+    minutes: Minutes = math.inf,
+    average: Average = None,
+    add: Annotated[list[Path] | None, typer.Option(help="First take in results packed elsewhere; repeatable.")] = None,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Train nothing: tables and figures of what is there.")
+    ] = False,
+) -> None:
+    """Repeat the paper's search, and make its Table 2 and Figures 2, 3 and 4 of the results."""
+    from autoopt_lab.pack import unpack
+    from autoopt_lab.paper import chosen, protocol, small_protocol
+    from autoopt_lab.record import Folder
+    from autoopt_lab.report import paper_page
+
+    with _mendable():
+        for file in add or []:
+            print(f"{file}: {unpack(file, Folder(out))} runs")
+        if not tables:
+            manifest = small_protocol(average) if fast else protocol(average)
+            _train(manifest, chosen(manifest, seeds, only or []), out, data, device, minutes)
+        results = _results(out)
+        page, table = paper_page.write(results, out)
+    print(f"Table 2: {table}\nPage: {page}")
+
+
+@app.command(epilog="Example: autoopt sweep --task mnist --optimizer sgd --lr 0.01,0.1 --momentum 0,0.9 --seeds 0:3")
+def sweep(
+    task: Annotated[str, typer.Option(help="mnist, cifar10, or a Python file of your own with NET and data(folder).")],
+    optimizer: Annotated[str, typer.Option(help="sgd, adam, adagrad, auto-sgd, auto-adam or auto-adagrad.")],
+    out: Annotated[Path, typer.Option(help="Run folder: gone on with, or added to, if it is there.")] = Path(
+        "runs/sweep"
+    ),
+    lr: Annotated[str | None, typer.Option(help="Learning rates, separated by commas.")] = None,
+    momentum: Annotated[str | None, typer.Option(help="Momenta, separated by commas.")] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "128",
+    seeds: Annotated[str, typer.Option(help="FIRST:END.")] = "0:3",
+    epochs: Annotated[int, typer.Option(help="Epochs of every run.", min=1, max=1000)] = 10,
+    data: DataFolder = None,
+    device: Device = "auto",
+    minutes: Minutes = math.inf,
+    average: Average = None,
+) -> None:
+    """Train every combination of the settings, many side by side; interrupted, it goes on where it was."""
+    from autoopt_lab.paper import seed_range
+    from autoopt_lab.record import Conditions, Group, Manifest
+
+    with _mendable():
+        grid: list[dict[str, float]] = [{}]
+        for name, values in (("lr", lr), ("momentum", momentum)):
+            if values is not None:
+                grid = [{**options, name: value} for options in grid for value in _numbers(f"--{name}", values)]
+        sizes = tuple(int(size) for size in _numbers("--batch", batch))
+        group = Group(task, optimizer, sizes, tuple(grid), tuple(seed_range(seeds)))
+        manifest = Manifest("sweep", Conditions(epochs, average=average), (group,))
+        _train(manifest, lambda job: True, out, data, device, minutes)
+        results = _results(out)
+    _show_best(results)
+    print(f"Results: {out / 'results.parquet'}")
+
+
+@app.command(epilog="Examples: autoopt train; autoopt train --task my_task.py:task --optimizer adam --lr 0.001")
+def train(
+    task: Annotated[str, typer.Option(help="digits, mnist, cifar10, or FILE.py:NAME, a Task of your own.")] = "digits",
+    optimizer: Annotated[str, typer.Option(help="auto-sgd, auto-adam, auto-adagrad, sgd, adam, adagrad.")] = "auto-sgd",
+    out: Annotated[Path, typer.Option(help="Run folder: added to if it is there.")] = Path("runs/train"),
+    lr: Annotated[float | None, typer.Option(help="Learning rate of a plain optimizer.", min=0)] = None,
+    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 64,
+    seeds: Annotated[str, typer.Option(help="FIRST:END.")] = "0:1",
+    epochs: Annotated[int, typer.Option(help="Epochs of every run.", min=1, max=1000)] = 10,
+    data: DataFolder = None,
+) -> None:
+    """Train one task with one optimizer in a plain PyTorch loop, on the CPU; then see: autoopt report."""
+    from autoopt_lab.paper import seed_range
+    from autoopt_lab.progress import tracked
+    from autoopt_lab.record import Folder
+    from autoopt_lab.single import check_task, load_task, manifest, train_each
+    from autoopt_lab.sweep import outstanding
+
+    console, folder = Console(), Folder(out)
+    with _mendable(), _resumable():
+        wanted = manifest(task, optimizer, lr, batch, epochs, seed_range(seeds))
+        check_task(load_task(task, data))
+        with outstanding(folder, wanted, "cpu") as todo:
+            jobs = [job for chunk in todo for job in chunk]
+            runs = train_each(folder, jobs, wanted.conditions, data)
+            for _ in tracked(runs, len(jobs), "Training runs", console):
+                pass
+        results = _results(out)
+    _show_best(results)
+    print(f"For the page: autoopt report {out}")
+
+
+@app.command(epilog="Example: autoopt report runs/paper")
+def report(run: Annotated[Path, typer.Argument(help="Run folder of train, sweep or paper.")]) -> None:
+    """Write one HTML page on a run folder: verdict, every setting, learning curves, what was chosen per layer."""
+    from autoopt_lab.report import run_page
+    from autoopt_lab.results import load
+
+    with _mendable():
+        results, damaged = load(run)
+        for sentence in damaged:
+            print(sentence)
+        page = run_page.write(results, run)
+    print(f"Page: {page}")
+
+
+def _numbers(option: str, values: str) -> list[float]:
+    try:
+        numbers = [float(value) for value in values.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise typer.TyperException(f"{option} {values} is not a list of numbers separated by commas, such as 0.01,0.1")
+    if option == "--batch" and not all(number >= 1 and number.is_integer() for number in numbers):
+        raise typer.TyperException(f"--batch {values} is not a list of whole numbers, such as 64,128")
+    return numbers
+
+
+def _train(
+    manifest: "Manifest",
+    select: "Callable[[Job], bool]",
+    out: Path,
+    data: Path | None,
+    device: str,
+    minutes: float,
+) -> None:
+    from autoopt_lab.devices import devices
+    from autoopt_lab.progress import tracked
+    from autoopt_lab.record import Folder
+    from autoopt_lab.sweep import outstanding, sweep
+
+    console, folder, names = Console(), Folder(out), devices(device)
+    deadline = time.monotonic() + 60 * minutes
+    with _resumable(), outstanding(folder, manifest, names[0], select) as todo:
+        total = sum(map(len, todo))
+        finished = sweep(folder, todo, manifest.conditions, names, data, deadline)
+        done = [chunk.done for chunk in tracked(finished, total, "Training runs", console, lambda c: len(c.jobs))]
+    if len(done) < len(todo) or not all(done):
+        print("Time is up; the same command goes on where this one stopped.")
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("autoopt: stopped; what is finished is kept, and the same command goes on from there.", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _results(out: Path) -> "Results":
+    """Of the folder, whose parts are made into Parquet on the way."""
+    from autoopt_lab.results import compact, load
+
+    results, damaged = load(out)
+    for sentence in damaged:
+        print(sentence)
+    return compact(out) if any((out / "parts").glob("*.npz")) else results
+
+
+def _show_best(results: "Results") -> None:
+    from autoopt_lab.table2 import cells, spread
+
+    ranked = sorted(cells(results), key=lambda cell: (math.isnan(cell.test.mean), cell.test.mean))
+    table = Table(title=f"The best of {len(ranked)} settings", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in ("Optimizer", "Setting", "Test error", "Train error", "Seeds"):
+        table.add_column(heading)
+    for cell in ranked[:10]:
+        table.add_row(cell.optimizer, cell.config, spread(cell.test), spread(cell.train), str(cell.seeds))
+    Console().print(table)
+
+
+@contextmanager
+def _mendable() -> Iterator[None]:
+    from autoopt_lab.paper import ERRORS
+
+    try:
+        yield
+    except ERRORS as error:
+        raise typer.TyperException(str(error)) from None
 
 
 @contextmanager

@@ -188,7 +188,15 @@ def test_markdown_has_the_papers_figures_beside_ours(published: Results) -> None
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(10**-3.5, "10⁻³·⁵"), (0.01, "10⁻²"), (10**-0.5, "10⁻⁰·⁵"), (0.1, "0.1"), (1.0, "1"), (0.0, "0"), (0.99999, "0.99999")],
+    [
+        (10**-3.5, "10⁻³·⁵"),
+        (0.01, "10⁻²"),
+        (10**-0.5, "10⁻⁰·⁵"),
+        (0.1, "0.1"),
+        (1.0, "1"),
+        (0.0, "0"),
+        (0.99999, "0.99999"),
+    ],
 )
 def test_numbers_are_written_as_in_the_paper(value: float, text: str) -> None:
     assert number(value) == text

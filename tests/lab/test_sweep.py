@@ -20,7 +20,7 @@ from sweep_tools import CONDITIONS, TASK, manifest, run
 
 from autoopt_lab import sweep as module
 from autoopt_lab.devices import DeviceError, devices
-from autoopt_lab.record import Conditions, Folder, Group, Job, Manifest, Part, RecordError
+from autoopt_lab.record import Conditions, Folder, Group, Job, Manifest, Part, RecordError, three_digits
 from autoopt_lab.results import Results, compact, load
 from autoopt_lab.sweep import SweepError, chunks, outstanding, sweep, widest
 
@@ -109,6 +109,8 @@ def test_parquet_gives_back_the_same_table_without_the_parts(whole: Results, tmp
     assert not sentences
     assert_same(found, whole)
     assert found.manifest == manifest()
+    with pytest.raises(RecordError, match="a finished table without its parts"):  # or it would be overwritten
+        run(tmp_path, manifest())
     assert {made["torch"] for made in found.made} == {made["torch"] for made in whole.made}
 
 
@@ -137,6 +139,13 @@ def test_a_part_with_a_row_too_few_is_not_trusted() -> None:
     columns = {"task": np.array(["t"]), "seed": np.array([1, 2])}
     with pytest.raises(ValueError, match="digest"):
         Part.from_bytes(Part(columns, {}, {}).to_bytes())
+
+
+def test_traces_keep_three_digits() -> None:
+    values = np.random.default_rng(0).lognormal(0, 9, 1000).astype(np.float32)
+    np.testing.assert_allclose(three_digits(values), values, rtol=2.0**-12)
+    odd = np.array([0, np.inf, -np.inf, np.nan, 1, -0.25], np.float32)
+    np.testing.assert_array_equal(three_digits(odd), odd)
 
 
 def test_a_manifest_says_what_ran_where_and_by_what(tmp_path: Path) -> None:

@@ -28,13 +28,13 @@ def errors(row: Row, runs: list[Run], floor: float) -> Figure:
     lines.append(_curve(auto, runs, floor, auto.optimizer, {"color": AUTO, "width": 4}))
     ticks = [tick for tick in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if tick >= floor]
     labels = [f"{100 * tick:g} %" for tick in ticks]
-    return _figure(lines, "epoch", {"title": {"text": "test error"}, "type": "log"} | _ticks(ticks, labels))
+    return framed(lines, "epoch", {"title": {"text": "test error"}, "type": "log"} | tick_labels(ticks, labels))
 
 
 def rates(traces: dict[str, Trace]) -> Figure:
     """The learning rate that was chosen for every tensor, against the step."""
     lines = _per_tensor({name: (trace.step, trace.lr) for name, trace in traces.items()})
-    return _figure(lines, "step", {"title": {"text": "learning rate"}, "type": "log", "exponentformat": "power"})
+    return framed(lines, "step", {"title": {"text": "learning rate"}, "type": "log", "exponentformat": "power"})
 
 
 def momenta(traces: dict[str, Trace]) -> Figure:
@@ -42,7 +42,7 @@ def momenta(traces: dict[str, Trace]) -> Figure:
     lines = _per_tensor({name: (trace.step, trace.momentum) for name, trace in traces.items()})
     highest = max((value for line in lines for value in line["y"] if value is not None), default=0.0)
     top = max(0.1, 1.05 * highest)  # not less: momenta that stay near zero should look like it
-    return _figure(lines, "step", {"title": {"text": "momentum"}, "range": [-0.02 * top, top]})
+    return framed(lines, "step", {"title": {"text": "momentum"}, "range": [-0.02 * top, top]})
 
 
 def _curve(setting: Setting, runs: list[Run], floor: float, name: str, line: dict[str, Any]) -> Figure:
@@ -54,7 +54,7 @@ def _curve(setting: Setting, runs: list[Run], floor: float, name: str, line: dic
         "mode": "lines",
         "name": name,
         "x": list(range(len(means))),
-        "y": _drawable(max(mean, floor) if math.isfinite(mean) else mean for mean in means),
+        "y": drawable(max(mean, floor) if math.isfinite(mean) else mean for mean in means),
         "customdata": [percent(mean) for mean in means],
         "hovertemplate": f"{label}<br>epoch %{{x}}: %{{customdata}}<extra></extra>",
         "line": line,
@@ -70,7 +70,7 @@ def _per_tensor(series: dict[str, tuple[list[int], list[float]]]) -> list[Figure
             "mode": "lines",
             "name": name,
             "x": steps,
-            "y": _drawable(values),
+            "y": drawable(values),
             "hovertemplate": f"{name}<br>step %{{x}}: %{{y:.3g}}<extra></extra>",
             "line": {
                 "color": LAYERS[layers.index(name.rpartition(".")[0]) % len(LAYERS)],
@@ -82,16 +82,16 @@ def _per_tensor(series: dict[str, tuple[list[int], list[float]]]) -> list[Figure
     ]
 
 
-def _drawable(values: Iterable[float]) -> list[float | None]:
+def drawable(values: Iterable[float]) -> list[float | None]:
     """JSON knows no NaN: None leaves a gap in the line."""
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _ticks(values: list[float], labels: list[str]) -> dict[str, Any]:
+def tick_labels(values: list[float], labels: list[str]) -> dict[str, Any]:
     return {"tickmode": "array", "tickvals": values, "ticktext": labels}
 
 
-def _figure(lines: list[Figure], across: str, up: dict[str, Any]) -> Figure:
+def framed(lines: list[Figure], across: str, up: dict[str, Any]) -> Figure:
     layout = {
         "xaxis": {"title": {"text": across}},
         "yaxis": up,

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import jinja2
 import torch
-from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 import autoopt
 from autoopt_lab.demo import Row, percent, span, table, verdict
-from autoopt_lab.report import figures
+from autoopt_lab.report import figures, html
 from autoopt_lab.tasks import Task
 from autoopt_lab.train import Run, Trace
 
@@ -51,16 +49,10 @@ class Report:
 
 
 def render(report: Report) -> str:
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("autoopt_lab", "report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {"percent": percent, "span": span}
     runs = sorted(report.runs, key=lambda run: (run.setting.optimizer, run.setting.lr or 0, run.seed))
-    return templates.get_template("template.html.j2").render(
+    return html.render(
+        "demo.html.j2",
+        {"percent": percent, "span": span},
         report=report,
         runs=runs,
         setting=runs[0].setting,
@@ -70,7 +62,6 @@ def render(report: Report) -> str:
         momenta={name: figures.momenta(report.traces(name)) for name in _autos(report)},
         versions={"autoopt": autoopt.__version__, "torch": torch.__version__, "Python": platform.python_version()},
         machine=f"{platform.machine()} {platform.system()}, {os.cpu_count()} hardware threads",
-        plotlyjs=get_plotlyjs(),
     )
 
 
@@ -86,11 +77,4 @@ def check_writable(folder: Path) -> None:
 
 
 def write(report: Report, folder: Path) -> Path:
-    """Write the page into `folder`, whole or not at all."""
-    path, part = folder / "index.html", folder / "index.html.part"
-    try:
-        part.write_text(render(report), encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+    return html.write(render(report), folder)

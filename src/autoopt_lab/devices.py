@@ -1,0 +1,101 @@
+"""The devices of this machine, with one process for each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+CPU_PROCESSES = 8  # at most: each holds the data
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DeviceError(Exception):
+    """A device that is not there; the message is one sentence with the remedy."""
+
+
+class Place:
+    """Where this process trains, and whether it has been asked to stop."""
+
+    def __init__(self, device: str = "cpu", stop: Any = None) -> None:
+        self.device = device
+        self._stop = stop
+
+    def stopping(self) -> bool:
+        return self._stop is not None and self._stop.is_set()
+
+
+here = Place()
+
+
+def devices(choice: str) -> list[str]:
+    """One process per entry. "auto": every GPU, else the CPU; "cpu": a process per core; else as listed."""
+    gpus = [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+    if choice == "auto":
+        choice = ",".join(gpus) or "cpu"
+    if choice == "cpu":
+        return ["cpu"] * min(CPU_PROCESSES, os.cpu_count() or 1)
+    for name in choice.split(","):
+        if name not in ("cpu", *gpus):
+            raise DeviceError(f"there is no device {name!r} here: choose from {', '.join(['auto', 'cpu', *gpus])}")
+    return choice.split(",")
+
+
+@contextmanager
+def processes(names: Sequence[str]) -> Iterator[Executor]:
+    """An executor with a process for every device named; a single one is this process itself."""
+    global here
+    if len(names) == 1:
+        here = Place(names[0])
+        yield _Here()
+        return
+    spawn = multiprocessing.get_context("spawn")
+    queue, stop = spawn.Queue(), spawn.Event()
+    for name in names:
+        queue.put(name)
+    threads = max(1, (os.cpu_count() or 1) // len(names))
+    pool = ProcessPoolExecutor(len(names), spawn, initializer=_start, initargs=(queue, stop, threads, sys.argv))
+    try:
+        yield pool
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _start(queue: Any, stop: Any, threads: int, command: list[str]) -> None:
+    global here
+    here = Place(queue.get(), stop)
+    torch.set_num_threads(threads)
+    sys.argv = command  # for the record
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process answers Ctrl-C, for all
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot tell its children to stop."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class _Here(Executor):
+    """Runs at once, in this process, what is submitted."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
