@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture.distributed import active_group, total
 from autoopt.capture.function import Observe
 from autoopt.capture.site import ROLES, Pass, Site
 from autoopt.moments import COVERED, Prepare, prepare_for
@@ -31,7 +32,7 @@ class Capture:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, elementwise: bool) -> None:
         self.model, self.total = model, not elementwise
-        self.current = Pass(self._measure)
+        self.current = Pass(self._ended)
         self.sites: dict[str, Site] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.sizes: dict[str, Tensor] = {}  # |g| of each parameter as the last backward pass left it
@@ -69,6 +70,19 @@ class Capture:
         """N behind `second_moment`, a 0-dim tensor on the device."""
         path = name.rpartition(".")[0]
         return self.sites[path].samples.grad if path in self.sites else None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the batch."""
+        return 1 if self.current.group is None else self.current.group.size()
+
+    def over_ranks(self, numbers: Tensor) -> Tensor:
+        """The sum over the ranks that share the batch. Every rank must ask, in the same order."""
+        return numbers if self.current.group is None else total(numbers, self.current.group)
+
+    def _ended(self) -> None:
+        """A backward pass ended. DDP averages the gradients in a callback too, which may stand behind this one."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._measure)
 
     @torch.no_grad()
     def _measure(self) -> None:
@@ -153,6 +167,8 @@ def _observed(plain: type[Any]) -> type[nn.Module]:
 def _run(layer: Any, x: Tensor) -> Tensor:
     """A layer's forward pass through Observe."""
     site: Site = layer.__dict__[SITE]
+    if not torch.compiler.is_compiling():
+        site.current.group = active_group() or site.current.group
     operation, batch = site.prepare(layer, x)
     weight: Tensor = layer.weight
     bias: Tensor | None = getattr(layer, "bias", None)
@@ -177,6 +193,11 @@ def _refuse(name: str, parameter: nn.Parameter, modules: Mapping[str, nn.Module]
         f"Covered are {COVERED}. Freeze the parameter with requires_grad_(False), or leave it to another optimizer: "
         "param_groups=[{'params': [...]}] takes the parameters that this one shall train."
     )
+    if type(parameter.data).__name__ == "DTensor":
+        raise ValueError(
+            f"parameter '{name}' of {kind} is sharded (FSDP, tensor parallel), which AutoOpt does not train yet: use "
+            "DistributedDataParallel."
+        )
     if parameter.is_complex():
         raise ValueError(f"parameter '{name}' of {kind} is complex, which AutoOpt does not train. {remedy}")
     if _rule(layer, role) is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoopt.moments import Prepare
@@ -25,6 +26,7 @@ class Pass:
     first: str = ""
     seen: set[str] = field(default_factory=set)
     gathered: int = 0  # samples of all passes since the statistics were cleared
+    group: "dist.ProcessGroup | None" = None  # the ranks that share the batch
 
     def enter(self, name: str, samples: int) -> None:
         """A layer's backward begins, with so many samples."""

@@ -106,12 +106,12 @@ class AutoOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         capture = self._attached()
-        if capture.current.gathered == 1 and not self._measured:
+        if capture.current.gathered * capture.ranks == 1 and not self._measured:
             raise RuntimeError(
                 "every batch so far held one sample, which has no spread to learn a rate from: use a batch size of at "
                 "least 2, or accumulate gradients over several batches."
             )
-        self._measured |= capture.current.gathered > 1
+        self._measured |= capture.current.gathered * capture.ranks > 1
         with torch.no_grad():
             readings = [
                 self._read(capture, group, bucket)
@@ -120,9 +120,10 @@ class AutoOptimizer(Optimizer, ABC):
                 if group["lr"] != 0 and any(p.grad is not None for p in bucket.params)
             ]
             if readings:
-                finite = torch.stack([reading.finite.to(readings[0].finite.device) for reading in readings]).all()
+                bad = torch.stack([reading.bad.to(readings[0].bad.device) for reading in readings]).sum()
+                finite = capture.over_ranks(bad) == 0
                 for reading in readings:
-                    self._update(reading, finite.to(reading.finite.device))
+                    self._update(capture, reading, finite.to(reading.bad.device))
         capture.clear()
         return loss
 
@@ -149,10 +150,10 @@ class AutoOptimizer(Optimizer, ABC):
         else:
             square = spread = bucket.reduce(square, "sum")
         samples = bucket.reduce(bucket.stack([capture.samples(name) for name in bucket.names]), "max")
-        finite = (size + spread).isfinite().all()
-        return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, finite)
+        bad = (size + spread).isfinite().logical_not().sum()
+        return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, bad)
 
-    def _update(self, reading: "Reading", finite: Tensor) -> None:
+    def _update(self, capture: Capture, reading: "Reading", finite: Tensor) -> None:
         """Algorithm 1 for the units of one bucket, where `finite` says that there is something to learn from."""
         group, bucket = reading.group, reading.bucket
         live = finite & (reading.size > 0)
@@ -172,9 +173,10 @@ class AutoOptimizer(Optimizer, ABC):
         gg, gm, mm = bucket.sums(gradient * natural, natural * estimate, over(estimate.square(), metric))
         raw_gg = bucket.sums(over(raw.square(), metric))[0] if coupled else gg
         square = bucket.sums(over(reading.square, metric))[0] if self.elementwise else reading.square
+        square, samples = capture.over_ranks(torch.stack([square / capture.ranks**2, reading.samples]))
 
-        variance = oracle.variance(square, raw_gg, reading.samples)  # V̂, of the gradient alone: decay has no noise
-        measured = live & (reading.samples > 1) & (gg > 0)
+        variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
+        measured = live & (samples > 1) & (gg > 0)
         gamma = torch.stack(oracle.solve(variance, gg, gm, mm), 1)
         smooth = oracle.smooth(bucket.gamma, gamma, group["smoothing"])
         bucket.gamma.copy_(torch.where(measured.unsqueeze(1), smooth, bucket.gamma))
@@ -299,4 +301,4 @@ class Reading(NamedTuple):
     size: Tensor  # Σ g², (units,)
     square: Tensor  # Σ_i c_i², (rows, ROW) where the metric weighs it, else its sum, (units,)
     samples: Tensor  # N, (units,)
-    finite: Tensor  # bool, 0-dim
+    bad: Tensor  # how many units hold a number that is not finite

@@ -1,0 +1,23 @@
+"""Samples that lie on several ranks, under DistributedDataParallel.
+
+DDP averages the gradient over R ranks, so what a sample adds to `.grad` is a rank's own c_i over R. The spread needs
+the samples of all ranks: Σ_i c_i² and N are summed over them, one small vector per step. That all ranks then choose the
+same rate is what keeps their weights the same.
+"""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def active_group() -> "dist.ProcessGroup | None":
+    """The ranks that share the forward pass that is under way, if DistributedDataParallel runs it."""
+    model = DistributedDataParallel._get_active_ddp_module()
+    return None if model is None else model.process_group
+
+
+def total(numbers: Tensor, group: "dist.ProcessGroup") -> Tensor:
+    """The sum over all ranks."""
+    result = numbers.clone()
+    dist.all_reduce(result, group=group)
+    return result

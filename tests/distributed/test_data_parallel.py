@@ -1,0 +1,82 @@
+"""DistributedDataParallel: the ranks stay bit-identical, and do what one process does with all the samples."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
+
+OPTIMIZERS = {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad}
+STEPS, SAMPLES = 200, 12
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(SAMPLES, 6, generator=generator)
+    return x, x[:, :3].argmax(1)
+
+
+def one_process(kind: str) -> nn.Module:
+    model = network()
+    optimizer = OPTIMIZERS[kind](model)
+    for step in range(STEPS):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def rank(number: int, ranks: int, kind: str, port: int, folder: str, wrapped: bool, bad: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=ranks)
+    model = network()
+    parallel = DistributedDataParallel(model)
+    optimizer = OPTIMIZERS[kind](parallel if wrapped else model)
+    for step in range(STEPS):
+        x, y = (part.chunk(ranks)[number] for part in batch(step))
+        if bad and step == 20 and number == 1:
+            x = x * torch.inf
+        optimizer.zero_grad()
+        F.cross_entropy(parallel(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6)  # clips nothing: the factor must come out as one
+        optimizer.step()
+    torch.save(model.state_dict(), Path(folder) / f"{number}.pt")
+    dist.destroy_process_group()
+
+
+def run(ranks: int, kind: str, folder: Path, *, wrapped: bool, bad: bool = False) -> list[dict[str, Tensor]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(rank, (ranks, kind, port, str(folder), wrapped, bad), nprocs=ranks)
+    return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(ranks)]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "wrapped"), [("sgd", 2, True), ("adam", 4, False), ("adagrad", 2, False)])
+def test_ranks_agree_with_each_other_and_with_one_process(kind: str, ranks: int, wrapped: bool, tmp_path: Path) -> None:
+    """Whether the optimizer was made from the model or from its DDP wrapper."""
+    first, *others = run(ranks, kind, tmp_path, wrapped=wrapped)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    for name, weight in one_process(kind).state_dict().items():
+        torch.testing.assert_close(first[name], weight, rtol=1e-5, atol=1e-6)  # float32, summed in another order
+
+
+def test_a_bad_batch_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
+    first, second = run(2, "sgd", tmp_path, wrapped=True, bad=True)
+    for name in first:
+        assert first[name].isfinite().all()
+        assert torch.equal(first[name], second[name])
