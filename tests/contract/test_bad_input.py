@@ -37,8 +37,6 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "lstm": (nn.LSTM(4, 4), "layer.weight_ih_l0"),
     "own forward": (Doubled(4, 4), "layer.weight"),
     "bilinear": (nn.Bilinear(4, 4, 4), "layer.weight"),
-    "transposed": (nn.ConvTranspose1d(4, 4, 1), "layer.weight"),
-    "prelu": (nn.PReLU(), "layer.weight"),
 }
 
 
@@ -212,3 +210,14 @@ def test_option_of_a_group_is_checked_too() -> None:
     model = mlp()
     with pytest.raises(ValueError, match="lr"):
         AutoSGD(model, param_groups=[{"params": model.parameters(), "lr": -1.0}])
+
+
+def test_a_layer_called_with_more_than_its_input() -> None:
+    """ConvTranspose takes an output size, EmbeddingBag offsets: refused by name while it trains, allowed otherwise."""
+    model = nn.Sequential(nn.ConvTranspose1d(1, 1, 3, stride=2))
+    AutoSGD(model)
+    x = torch.randn(2, 1, 4)
+    with pytest.raises(RuntimeError, match=r"layer '0' \(ConvTranspose1d\) was called with more than its input"):
+        model[0](x, output_size=[10])
+    with torch.no_grad():
+        assert model[0](x, output_size=[10]).shape == (2, 1, 10)

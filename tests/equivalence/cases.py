@@ -174,4 +174,45 @@ BATCH_NORM = [
     Case("batch-norm-frozen-bias", lambda: nn.BatchNorm2d(3), (3, 4, 3), frozen="bias"),
 ]
 
-CASES = [*LINEAR, *CONV, *EMBEDDING, *NORM, *BATCH_NORM]
+CONV_TRANSPOSE = [
+    Case("conv-transpose-1d", _conv(nn.ConvTranspose1d, 3, 4, 3), (3, 5)),
+    Case("conv-transpose-1d-stride", _conv(nn.ConvTranspose1d, 3, 4, 3, 2, 1, 1), (3, 5)),
+    Case("conv-transpose-1d-long-output-padding", _conv(nn.ConvTranspose1d, 2, 3, 3, 1, 2, 2, dilation=3), (2, 5)),
+    Case("conv-transpose-2d", _conv(nn.ConvTranspose2d, 2, 3, 3), (2, 3, 4)),
+    Case("conv-transpose-2d-no-bias", _conv(nn.ConvTranspose2d, 2, 3, 2, 2, bias=False), (2, 3, 3)),
+    Case("conv-transpose-2d-groups", _conv(nn.ConvTranspose2d, 4, 6, 2, groups=2), (4, 3, 3)),
+    Case("conv-transpose-2d-uneven", _conv(nn.ConvTranspose2d, 2, 3, (3, 2), (2, 1), (1, 0), (1, 0)), (2, 3, 3)),
+    Case("conv-transpose-2d-depthwise", _conv(nn.ConvTranspose2d, 3, 3, 2, groups=3), (3, 3, 3)),
+    Case("conv-transpose-3d", _conv(nn.ConvTranspose3d, 2, 2, 2, 2, 1, 1), (2, 2, 2, 2)),
+    Case("conv-transpose-2d-frozen-weight", _conv(nn.ConvTranspose2d, 2, 3, 2), (2, 3, 3), frozen="weight"),
+]
+
+BAG = [
+    Case("embedding-bag-sum", lambda: nn.EmbeddingBag(4, 3, mode="sum"), (6,), tokens=4),
+    Case("embedding-bag-mean", lambda: nn.EmbeddingBag(4, 3, mode="mean"), (6,), tokens=4),
+    Case("embedding-bag-padding", lambda: nn.EmbeddingBag(4, 3, mode="mean", padding_idx=1), (5,), tokens=4),
+    Case("embedding-bag-all-padding", lambda: nn.EmbeddingBag(2, 3, mode="mean", padding_idx=1), (2,), tokens=2),
+]
+
+PRELU = [
+    Case("prelu", nn.PReLU, (4,)),
+    Case("prelu-image", nn.PReLU, (3, 4, 2)),
+    Case("prelu-channels", lambda: nn.PReLU(3), (3, 4, 2)),
+    Case("prelu-features", lambda: nn.PReLU(4), (4,)),
+]
+
+INSTANCE_NORM = [
+    Case("instance-norm-1d", lambda: nn.InstanceNorm1d(4, affine=True), (4, 5)),
+    Case("instance-norm-2d", lambda: nn.InstanceNorm2d(3, affine=True, eps=1e-2), (3, 4, 3)),
+    Case("instance-norm-3d", lambda: nn.InstanceNorm3d(2, affine=True), (2, 3, 2, 2)),
+    Case("instance-norm-running", lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (3, 4, 3)),
+    Case(
+        "instance-norm-running-eval",
+        lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+        (3, 4),
+        eval_mode=True,
+    ),
+    Case("instance-norm-frozen-bias", lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 3), frozen="bias"),
+]
+
+CASES = [*LINEAR, *CONV, *EMBEDDING, *NORM, *BATCH_NORM, *CONV_TRANSPOSE, *BAG, *PRELU, *INSTANCE_NORM]

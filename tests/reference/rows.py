@@ -128,6 +128,54 @@ def batch_norm(layer: Any, x: Tensor, i: int, weight: Tensor | None, bias: Tenso
     return _channel_affine(normalized, weight, bias)
 
 
+def transposed_convolution(layer: Any, x: Tensor, i: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """y[o, stride * p + dilation * k - padding] gets W[c, o, k] * x[c, p], for every group of channels."""
+    assert weight is not None
+    row, dims = x[i], x.dim() - 2
+    reach = [layer.dilation[a] * (layer.kernel_size[a] - 1) for a in range(dims)]
+    full = [(row.shape[a + 1] - 1) * layer.stride[a] + reach[a] + 1 + layer.output_padding[a] for a in range(dims)]
+    outputs = []
+    for channels, kernel in zip(row.chunk(layer.groups), weight.chunk(layer.groups), strict=True):
+        y = torch.zeros(kernel.shape[1], *full, dtype=x.dtype)
+        for p in itertools.product(*(range(size) for size in row.shape[1:])):
+            for k in itertools.product(*(range(size) for size in layer.kernel_size)):
+                at = [layer.stride[a] * p[a] + layer.dilation[a] * k[a] for a in range(dims)]
+                place = torch.zeros(full, dtype=x.dtype)
+                place[tuple(at)] = 1
+                value = torch.einsum("co,c->o", kernel[(slice(None), slice(None), *k)], channels[(slice(None), *p)])
+                y = y + _per_channel(value, y) * place
+        for a in range(dims):
+            y = y.narrow(a + 1, layer.padding[a], full[a] - 2 * layer.padding[a])
+        outputs.append(y)
+    return _channel_affine(torch.cat(outputs), None, bias)
+
+
+def embedding_bag(layer: nn.EmbeddingBag, x: Tensor, i: int, weight: Tensor | None, _: Tensor | None) -> Tensor:
+    assert weight is not None
+    vectors = [weight[token] for token in x[i].tolist() if token != layer.padding_idx]
+    if not vectors:
+        return torch.zeros_like(weight[0])
+    return sum(vectors, torch.zeros_like(weight[0])) / (len(vectors) if layer.mode == "mean" else 1)
+
+
+def prelu(_: nn.PReLU, x: Tensor, i: int, weight: Tensor | None, __: Tensor | None) -> Tensor:
+    assert weight is not None
+    slope = weight if weight.numel() == 1 else _per_channel(weight, x[i])
+    return torch.where(x[i] > 0, x[i], slope * x[i])
+
+
+def instance_norm(layer: Any, x: Tensor, i: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    row = x[i]
+    if layer.training or layer.running_mean is None:
+        axes = tuple(range(1, row.dim()))
+        mean = row.mean(axes)
+        variance = ((row - _per_channel(mean, row)) ** 2).mean(axes)
+    else:
+        mean, variance = layer.running_mean, layer.running_var
+    normalized = (row - _per_channel(mean, row)) / torch.sqrt(_per_channel(variance, row) + layer.eps)
+    return _channel_affine(normalized, weight, bias)
+
+
 ROWS: dict[type[nn.Module], Row] = {
     nn.Linear: linear,
     nn.Embedding: embedding,
@@ -140,4 +188,12 @@ ROWS: dict[type[nn.Module], Row] = {
     nn.BatchNorm1d: batch_norm,
     nn.BatchNorm2d: batch_norm,
     nn.BatchNorm3d: batch_norm,
+    nn.ConvTranspose1d: transposed_convolution,
+    nn.ConvTranspose2d: transposed_convolution,
+    nn.ConvTranspose3d: transposed_convolution,
+    nn.EmbeddingBag: embedding_bag,
+    nn.InstanceNorm1d: instance_norm,
+    nn.InstanceNorm2d: instance_norm,
+    nn.InstanceNorm3d: instance_norm,
+    nn.PReLU: prelu,
 }

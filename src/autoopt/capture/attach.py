@@ -147,10 +147,16 @@ def _rule(layer: nn.Module, role: str) -> Prepare | None:
 def _observed(plain: type[Any]) -> type[nn.Module]:
     """The subclass of a layer class whose forward reports to its site."""
 
-    def forward(self: nn.Module, input: Tensor) -> Tensor:  # noqa: A002 - the layers' own name
-        if torch.is_grad_enabled() and self.__dict__[SITE].trains():
+    def forward(self: nn.Module, input: Tensor, *more: Any, **options: Any) -> Tensor:  # noqa: A002 - the layers' own name
+        site: Site = self.__dict__[SITE]
+        if torch.is_grad_enabled() and site.trains():
+            if more or options:
+                raise RuntimeError(
+                    f"layer '{site.name}' ({plain.__name__}) was called with more than its input, for which there are "
+                    "no exact statistics yet: call it with the input alone, or freeze it."
+                )
             return _run(self, input)
-        output: Tensor = plain.forward(self, input)
+        output: Tensor = plain.forward(self, input, *more, **options)
         return output
 
     def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

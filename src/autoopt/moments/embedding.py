@@ -56,7 +56,49 @@ class Embedding:
         return pair.new_zeros(pair.shape[0]).scatter_(0, slot, pair % self.tokens), sums
 
 
+@dataclass(frozen=True)
+class EmbeddingBag:
+    """Indices (samples, positions) -> (samples, features): the sum or mean of an embedding over the positions."""
+
+    embedding: Embedding
+    mean: bool
+
+    lowers = False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        own, mode = self.embedding, "mean" if self.mean else "sum"
+        y = F.embedding_bag(
+            x, weight, max_norm=own.max_norm, norm_type=own.norm_type, mode=mode, padding_idx=own.padding_idx
+        )
+        return y, (x,)
+
+    def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        raise AssertionError("indices have no gradient")
+
+    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+        (x,) = kept
+        if self.mean:
+            counted = torch.ones_like(x) if self.embedding.padding_idx is None else x != self.embedding.padding_idx
+            dy = dy / counted.sum(1, keepdim=True).clamp(min=1)
+        return self.embedding.weight_moments(dy.unsqueeze(1).expand(*x.shape, -1), kept, total)
+
+    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
+        raise AssertionError("an embedding has no bias")
+
+
 def prepare(layer: nn.Embedding, x: Tensor) -> tuple[Embedding, Tensor]:
     """The operation of an nn.Embedding."""
     operation = Embedding(layer.num_embeddings, layer.padding_idx, layer.max_norm, layer.norm_type)
     return operation, x if x.dim() > 0 else x.unsqueeze(0)
+
+
+def prepare_bag(layer: nn.EmbeddingBag, x: Tensor) -> tuple[EmbeddingBag, Tensor]:
+    """The operation of an nn.EmbeddingBag whose bags are the rows of x."""
+    if layer.mode == "max" or layer.sparse or layer.scale_grad_by_freq or x.dim() != 2:
+        raise ValueError(
+            "exact statistics of an EmbeddingBag need mode='sum' or 'mean', sparse=False, scale_grad_by_freq=False and "
+            f"input of shape (samples, positions). This one is EmbeddingBag({layer.extra_repr()}) and got "
+            f"{tuple(x.shape)}: freeze it, or leave it to another optimizer through param_groups."
+        )
+    embedding = Embedding(layer.num_embeddings, layer.padding_idx, layer.max_norm, layer.norm_type)
+    return EmbeddingBag(embedding, layer.mode == "mean"), x

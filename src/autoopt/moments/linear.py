@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoopt.moments.operation import Moments, moments, owned, wide
-
-CHUNK = 1 << 24  # elements of single-sample gradients held at once
+from autoopt.moments.product import LONG, gram, gram_pays, gram_total, in_tiles, product_moments
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,29 @@ class Linear:
         (x,) = kept
         if x.dim() == 2:
             return outer_moments(dy, x, total)
-        return product_moments(dy.flatten(1, -2).transpose(1, 2), x.flatten(1, -2), total)
+        return sequence_moments(dy.flatten(1, -2), x.flatten(1, -2), total)
 
     def bias_moments(self, dy: Tensor, total: bool) -> Moments:
         return moments(dy if dy.dim() == 2 else dy.flatten(1, -2).sum(1), total)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """(samples, *positions, in) -> (samples, *positions, out), by a weight that is stored (in, out)."""
+
+    lowers = True
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return owned(F.linear(x, weight.T, bias)), (x,)
+
+    def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        return dy @ weight.T
+
+    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+        return Linear().weight_moments(kept[0], (dy,), total)
+
+    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
+        return Linear().bias_moments(dy, total)
 
 
 def outer_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:
@@ -40,15 +57,24 @@ def outer_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:
     return Moments(dy.T @ x, square)
 
 
-def product_moments(left: Tensor, right: Tensor, total: bool) -> Moments:
-    """c_i = left_i right_i, matrix products over the positions, formed for a few samples at a time."""
-    size = max(1, CHUNK // (left.shape[-2] * right.shape[-1]))
-    parts = [moments(a @ b, total) for a, b in zip(left.split(size), right.split(size), strict=True)]
-    if len(parts) == 1:
-        return parts[0]
-    return Moments(*(torch.stack(part).sum(0) for part in zip(*parts, strict=True)))
+def sequence_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:
+    """c_i = Σ_t δ_it a_itᵀ, from (samples, positions, out) and (samples, positions, in), in the cheapest way."""
+    positions, outputs, inputs = dy.shape[1], dy.shape[2], x.shape[2]
+    if total and gram_pays(positions**2 * (outputs + inputs), outputs * inputs):
+        return Moments(dy.flatten(0, 1).T @ x.flatten(0, 1), gram_total(gram(dy), gram(x)))
+    if in_tiles(x) and positions <= LONG:
+        from autoopt.moments import triton
+
+        gradient, square = triton.weight_moments(dy.mT.unsqueeze(2), x.mT.unsqueeze(2), total)  # an image of one row
+        return Moments(gradient[..., 0, 0], square if total else square[..., 0, 0])
+    return product_moments(dy, x, total)
 
 
 def prepare(layer: nn.Linear, x: Tensor) -> tuple[Linear, Tensor]:
     """The operation of an nn.Linear; a single vector is a batch of one sample."""
     return Linear(), x if x.dim() > 1 else x.unsqueeze(0)
+
+
+def prepare_transposed(layer: nn.Module, x: Tensor) -> tuple[Transposed, Tensor]:
+    """The operation of a linear layer that keeps its weight as (in, out)."""
+    return Transposed(), x if x.dim() > 1 else x.unsqueeze(0)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, moments, wide
+from autoopt.moments.operation import Moments, fused, moments, wide
 
 ONLY_INPUT = (True, False, False)
 
@@ -32,6 +32,8 @@ class LayerNorm:
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         x, mean, rstd = kept
+        if fused(x):
+            return moments(fused_over_positions(dy, x, mean, rstd, len(self.shape)), total)
         return moments(over_positions(dy * ((x - mean) * rstd), len(self.shape)), total)
 
     def bias_moments(self, dy: Tensor, total: bool) -> Moments:
@@ -61,6 +63,8 @@ class RMSNorm:
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         x, rstd = kept
+        if fused(x):
+            return moments(fused_over_positions(dy, x, None, rstd, len(self.shape)), total)
         return moments(over_positions(dy * (x * rstd), len(self.shape)), total)
 
     def bias_moments(self, dy: Tensor, total: bool) -> Moments:
@@ -93,6 +97,9 @@ class GroupNorm:
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         x, mean, rstd = kept
+        if fused(x):
+            per_group = x.shape[1] // self.groups
+            return moments(fused_by_channel(dy, x, mean, rstd, per_group, (self.groups, 0, 1)), total)
         grouped = x.reshape(x.shape[0], self.groups, -1)
         normal = ((grouped - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)).view_as(x)
         return moments(by_channel(dy * normal), total)
@@ -141,10 +148,30 @@ class BatchNorm:
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         x, mean, rstd = kept
+        if fused(x):
+            return moments(fused_by_channel(dy, x, mean, rstd, 1, (0, 0, 1)), total)
         return moments(by_channel(dy * ((x - per_channel(mean, x)) * per_channel(rstd, x))), total)
 
     def bias_moments(self, dy: Tensor, total: bool) -> Moments:
         return moments(by_channel(dy), total)
+
+
+@dataclass(frozen=True)
+class InstanceNorm(GroupNorm):
+    """Over all positions, within every channel of every sample; the running statistics only look on."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    momentum: float
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, (x, mean, rstd) = super().forward(x, weight, bias)
+        if self.running_mean is not None and self.running_var is not None:
+            positions = x[0, 0].numel()
+            variance = (rstd.square().reciprocal() - self.eps) * (positions / (positions - 1))
+            self.running_mean.lerp_(mean.mean(0).to(self.running_mean.dtype), self.momentum)
+            self.running_var.lerp_(variance.mean(0).to(self.running_var.dtype), self.momentum)
+        return y, (x, mean, rstd)
 
 
 def over_positions(x: Tensor, normalized: int) -> Tensor:
@@ -156,6 +183,25 @@ def over_positions(x: Tensor, normalized: int) -> Tensor:
 def by_channel(x: Tensor) -> Tensor:
     """(samples, channels, *space) -> (samples, channels)."""
     return x.flatten(2).sum(2) if x.dim() > 2 else x
+
+
+def fused_over_positions(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, normalized: int) -> Tensor:
+    """Σ_t δ x̂, (samples, *normalised axes), in one reading; mean and rstd are those of (sample, position)."""
+    from autoopt.moments import triton
+
+    samples, shape = x.shape[0], x.shape[x.dim() - normalized :]
+    dy, x = (t.reshape(samples, -1, shape.numel()).mT for t in (dy, x))
+    return triton.position_sums(dy, x, mean, rstd, shape.numel(), (x.shape[2], 1, 0)).view(samples, *shape)
+
+
+def fused_by_channel(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, per_group: int, strides: tuple[int, int, int]
+) -> Tensor:
+    """Σ_t δ x̂, (samples, channels), in one reading; `strides` are those of mean and rstd, see `position_sums`."""
+    from autoopt.moments import triton
+
+    dy, x = (t.reshape(*t.shape[:2], -1) for t in (dy, x))
+    return triton.position_sums(dy, x, mean, rstd, per_group, strides)
 
 
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
@@ -192,6 +238,18 @@ def prepare_batch_norm(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tup
     keeps = not layer.training or layer.track_running_stats
     mean, var = (layer.running_mean, layer.running_var) if keeps else (None, None)
     return BatchNorm(mean, var, training, 0.0 if momentum is None else momentum, layer.eps), x
+
+
+def prepare_instance_norm(
+    layer: nn.modules.instancenorm._InstanceNorm, x: Tensor
+) -> tuple[InstanceNorm | BatchNorm, Tensor]:
+    """The operation of an nn.InstanceNormNd; with the running statistics, in evaluation, it is a BatchNorm."""
+    layer._check_input_dim(x)
+    x = x.unsqueeze(0) if x.dim() == layer._get_no_batch_dim() else x
+    momentum = 0.0 if layer.momentum is None else layer.momentum
+    if not layer.training and layer.track_running_stats:
+        return BatchNorm(layer.running_mean, layer.running_var, False, momentum, layer.eps), x
+    return InstanceNorm(x.shape[1], layer.eps, layer.running_mean, layer.running_var, momentum), x
 
 
 def _batched(x: Tensor, normalized: int) -> Tensor:

@@ -11,6 +11,7 @@ from autoopt.capture import Capture
 from autoopt.moments.conv import Conv
 from autoopt.moments.linear import sequence_moments
 from equivalence.cases import CONV, LINEAR, Case, assert_close, network
+from reference import contributions
 
 # torch says so once when "same" needs one more zero on one side; the tests of "same" mean it
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -29,6 +30,22 @@ def test_gram_form_gives_the_total_of_the_squares(case: Case, monkeypatch: pytes
         if gradient is not None:
             assert_close(found[1][name][0], square, 1e-10, name)
             assert_close(found[1][name][1], gradient, 1e-10, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("elementwise", [True, False], ids=["elementwise", "total"])
+@pytest.mark.parametrize("case", CONV, ids=str)
+def test_convolutions_by_kernel_row(case: Case, elementwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow layers, which would be done at once, done as wide ones are."""
+    monkeypatch.setattr("autoopt.moments.conv.WIDE", 1)
+    monkeypatch.setattr("autoopt.moments.product.BALANCE", 0)
+    model, x, y = network(case, torch.float64)
+    expected = contributions(model, lambda m: F.cross_entropy(m(x), y))
+    capture = Capture(model, dict(model.named_parameters()), elementwise=elementwise)
+    F.cross_entropy(model(x), y).backward()
+    for name, c in expected.items():
+        square = c.square().sum(0)
+        assert_close(capture.second_moment(name), square if elementwise else square.sum(), 1e-10, name)
+        assert_close(model.get_parameter(name).grad, c.sum(0), 1e-10, f"gradient of {name}")
 
 
 def test_gram_form_forms_no_contribution() -> None:

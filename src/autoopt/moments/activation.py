@@ -1,0 +1,37 @@
+"""Activations with weights of their own."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autoopt.moments.norm import by_channel, per_channel
+from autoopt.moments.operation import Moments, moments
+
+
+@dataclass(frozen=True)
+class PReLU:
+    """(samples, channels, *space), y = x where it is positive, else weight · x: one weight, or one for each channel."""
+
+    lowers = False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return torch.prelu(x, weight.to(x.dtype)), (x, weight)
+
+    def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        x = kept[0]
+        slope = weight if weight.numel() == 1 else per_channel(weight, x)
+        return torch.where(x > 0, dy, (slope * dy).to(dy.dtype))
+
+    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+        x, weight = kept
+        parts = dy * x.clamp(max=0)
+        return moments(parts.flatten(1).sum(1, keepdim=True) if weight.numel() == 1 else by_channel(parts), total)
+
+    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
+        raise AssertionError("a PReLU has no bias")
+
+
+def prepare(layer: nn.PReLU, x: Tensor) -> tuple[PReLU, Tensor]:
+    """The operation of an nn.PReLU; a single number is a batch of one sample."""
+    return PReLU(), x if x.dim() > 0 else x.unsqueeze(0)
