@@ -215,9 +215,11 @@ def test_option_of_a_group_is_checked_too() -> None:
 def test_a_layer_called_with_more_than_its_input() -> None:
     """ConvTranspose takes an output size, EmbeddingBag offsets: refused by name while it trains, allowed otherwise."""
     model = nn.Sequential(nn.ConvTranspose1d(1, 1, 3, stride=2))
-    AutoSGD(model)
+    optimizer = AutoSGD(model)
     x = torch.randn(2, 1, 4)
     with pytest.raises(RuntimeError, match=r"layer '0' \(ConvTranspose1d\) was called with more than its input"):
         model[0](x, output_size=[10])
     with torch.no_grad():
         assert model[0](x, output_size=[10]).shape == (2, 1, 10)
+    optimizer.detach()
+    assert model[0](x, output_size=[10]).shape == (2, 1, 10)
