@@ -54,7 +54,8 @@ class Capture:
                 continue
             site = self.sites.get(path)
             if site is None:
-                site = Site(path, modules[path], rule, total=self.total, current=self.current)
+                plain = _plain(modules[path])
+                site = Site(path, modules[path], plain, rule, total=self.total, current=self.current)
                 self.sites[path] = site
                 _observe(site)
             site.observe(role)
@@ -89,11 +90,12 @@ class Capture:
         """Note the sizes of the gradients, so that `changed` can tell what was done to them before the step."""
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.sizes = dict(zip(gradients, _sizes(list(gradients.values())), strict=True))
+        self.current.unfinished = False
 
     def changed(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
         """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.
 
-        Exactly 1 for a gradient that nobody touched. None where the backward pass was compiled: then no size is known.
+        Exactly 1 for a gradient that nobody touched. None where there was no backward pass.
         """
         if not self.sizes:
             return None
@@ -110,7 +112,7 @@ class Capture:
 
     def clear(self) -> None:
         """Forget what was gathered."""
-        self.current.gathered = 0
+        self.current.gathered, self.current.unfinished, self.current.blank = 0, False, False
         self.sizes = {}
         for site in self.sites.values():
             site.clear()
@@ -119,7 +121,10 @@ class Capture:
         """Give every layer that still reports here its own class back."""
         for site in self.sites.values():
             if site.layer.__dict__.get(SITE) is site:
-                site.layer.__class__ = _plain(site.layer)
+                if type(site.layer) is _observed(
+                    site.plain
+                ):  # else another class was put on top: it runs plain from now on
+                    site.layer.__class__ = site.plain
                 del site.layer.__dict__[SITE]
 
 
@@ -129,14 +134,14 @@ def _sizes(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _observe(site: Site) -> None:
-    layer = site.layer
-    layer.__class__ = _observed(_plain(layer))  # type: ignore[arg-type]
-    layer.__dict__[SITE] = site
+    site.layer.__class__ = _observed(site.plain)  # type: ignore[arg-type]
+    site.layer.__dict__[SITE] = site
 
 
 def _plain(layer: nn.Module) -> type[nn.Module]:
     """The class of a layer as its author made it, attached or not."""
-    return type(layer).__mro__[1] if SITE in layer.__dict__ else type(layer)
+    site = layer.__dict__.get(SITE)
+    return type(layer) if site is None else site.plain
 
 
 def _rule(layer: nn.Module, role: str) -> Prepare | None:
@@ -148,8 +153,8 @@ def _observed(plain: type[Any]) -> type[nn.Module]:
     """The subclass of a layer class whose forward reports to its site."""
 
     def forward(self: nn.Module, input: Tensor, *more: Any, **options: Any) -> Tensor:  # noqa: A002 - the layers' own name
-        site: Site = self.__dict__[SITE]
-        if torch.is_grad_enabled() and site.trains():
+        site: Site | None = self.__dict__.get(SITE)
+        if site is not None and _observable() and site.trains() and not site.blank(input):
             if more or options:
                 raise RuntimeError(
                     f"layer '{site.name}' ({plain.__name__}) was called with more than its input, for which there are "
@@ -170,6 +175,13 @@ def _observed(plain: type[Any]) -> type[nn.Module]:
     return observed
 
 
+def _observable() -> bool:
+    """Whether a forward pass is one that a backward pass into `.grad` may follow."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return torch.is_grad_enabled()
+    return not torch._C._get_tracing_state() and torch._C._functorch.maybe_current_level() is None
+
+
 def _run(layer: Any, x: Tensor) -> Tensor:
     """A layer's forward pass through Observe."""
     site: Site = layer.__dict__[SITE]
@@ -178,7 +190,7 @@ def _run(layer: Any, x: Tensor) -> Tensor:
     operation, batch = site.prepare(layer, x)
     weight: Tensor = layer.weight
     bias: Tensor | None = getattr(layer, "bias", None)
-    if operation.lowers and torch.is_autocast_enabled(x.device.type):
+    if operation.lowers and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
         lower = torch.get_autocast_dtype(x.device.type)
         batch, weight, bias = batch.to(lower), weight.to(lower), None if bias is None else bias.to(lower)

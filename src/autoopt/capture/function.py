@@ -32,8 +32,9 @@ class Observe(torch.autograd.Function):
         bias_square: Tensor | None,
     ) -> Tensor:
         output, kept = operation.forward(x, weight, bias)
-        ctx.save_for_backward(weight, *kept)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[2] else None, *kept)
         ctx.operation, ctx.site, ctx.spent = operation, site, False
+        ctx.outer = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
         return output
 
     @staticmethod

@@ -26,7 +26,9 @@ class PReLU:
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         x, weight = kept
         parts = dy * x.clamp(max=0)
-        return moments(parts.flatten(1).sum(1, keepdim=True) if weight.numel() == 1 else by_channel(parts), total)
+        return moments(
+            parts.reshape(len(parts), -1).sum(1, keepdim=True) if weight.numel() == 1 else by_channel(parts), total
+        )
 
     def bias_moments(self, dy: Tensor, total: bool) -> Moments:
         raise AssertionError("a PReLU has no bias")

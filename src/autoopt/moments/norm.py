@@ -216,11 +216,14 @@ def prepare_layer_norm(layer: nn.LayerNorm, x: Tensor) -> tuple[LayerNorm, Tenso
 
 def prepare_rms_norm(layer: nn.RMSNorm, x: Tensor) -> tuple[RMSNorm, Tensor]:
     """The operation of an nn.RMSNorm."""
+    if x.shape[-len(layer.normalized_shape) :] != layer.normalized_shape:
+        raise RuntimeError(f"RMSNorm over {layer.normalized_shape} got an input of shape {tuple(x.shape)}.")
     return RMSNorm(layer.normalized_shape, layer.eps), _batched(x, len(layer.normalized_shape))
 
 
 def prepare_group_norm(layer: nn.GroupNorm, x: Tensor) -> tuple[GroupNorm, Tensor]:
     """The operation of an nn.GroupNorm."""
+    F._verify_batch_size([x.shape[0] * x.shape[1] // layer.num_groups, layer.num_groups, *x.shape[2:]])  # type: ignore[attr-defined]
     return GroupNorm(layer.num_groups, layer.eps), x
 
 
@@ -249,6 +252,7 @@ def prepare_instance_norm(
     momentum = 0.0 if layer.momentum is None else layer.momentum
     if not layer.training and layer.track_running_stats:
         return BatchNorm(layer.running_mean, layer.running_var, False, momentum, layer.eps), x
+    F._verify_spatial_size(x.size())  # type: ignore[attr-defined]
     return InstanceNorm(x.shape[1], layer.eps, layer.running_mean, layer.running_var, momentum), x
 
 

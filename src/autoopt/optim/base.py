@@ -33,6 +33,7 @@ class AutoOptimizer(Optimizer, ABC):
     _capture: Capture | None = None  # a copy or an unpickled optimizer has none: it knows no model
     _buckets: list[list[Bucket]] | None = None  # those of each group; made when needed
     _measured = False  # whether there was a step with two samples or more
+    _zeroed: frozenset[nn.Parameter] | set[nn.Parameter] = frozenset()  # their .grad was set to zeros, not to None
 
     def __init__(
         self, model: nn.Module, param_groups: Iterable[dict[str, Any]] | None, options: dict[str, Any]
@@ -71,6 +72,9 @@ class AutoOptimizer(Optimizer, ABC):
         self._buckets = None
 
     def _name(self, parameter: nn.Parameter) -> str:
+        if parameter not in self._names:  # a layer may have been added since
+            assert self._capture is not None
+            self._names = {parameter: name for name, parameter in self._capture.model.named_parameters()}
         if parameter not in self._names:
             shape = tuple(parameter.shape)
             raise ValueError(f"a parameter group holds a tensor of shape {shape} that is not a parameter of the model.")
@@ -106,6 +110,8 @@ class AutoOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         capture = self._attached()
+        if capture.current.unfinished:
+            raise RuntimeError("the last backward pass did not come to its end: call zero_grad() before the next one.")
         if capture.current.gathered * capture.ranks == 1 and not self._measured:
             raise RuntimeError(
                 "every batch so far held one sample, which has no spread to learn a rate from: use a batch size of at "
@@ -129,14 +135,19 @@ class AutoOptimizer(Optimizer, ABC):
 
     def _read(self, capture: Capture, group: dict[str, Any], bucket: Bucket) -> "Reading":
         """Collect gradients and second moments of a bucket, and see whether they are finite."""
-        gradients = [p.grad for p in bucket.params]
-        squares = [capture.second_moment(name) for name in bucket.names]
+        found = [capture.second_moment(name) for name in bucket.names]
+        gradients = [
+            None if square is None and (capture.current.blank or parameter in self._zeroed) else parameter.grad
+            for parameter, square in zip(bucket.params, found, strict=True)
+        ]
+        squares = [None if gradient is None else square for gradient, square in zip(gradients, found, strict=True)]
         for name, gradient, square in zip(bucket.names, gradients, squares, strict=True):
             if gradient is not None and square is None:
                 raise RuntimeError(
-                    f"parameter '{name}' has a gradient but no statistics: it was not used by its layer's own forward "
-                    "pass (but through F.linear(x, layer.weight), say). Call the layer itself, or leave the parameter "
-                    "to another optimizer through param_groups."
+                    f"parameter '{name}' has a gradient but no statistics. Either no backward() has reached its layer "
+                    "since the last step() or zero_grad(), or the gradient did not come from the layer's own forward "
+                    "pass (but from F.linear(x, layer.weight), say). Call the layer itself and backward() before each "
+                    "step(), or leave the parameter to another optimizer through param_groups."
                 )
         gradient = bucket.rows(gradients)
         (size,) = bucket.sums(gradient.square())
@@ -149,7 +160,11 @@ class AutoOptimizer(Optimizer, ABC):
             (spread,) = bucket.sums(square)
         else:
             square = spread = bucket.reduce(square, "sum")
-        samples = bucket.reduce(bucket.stack([capture.samples(name) for name in bucket.names]), "max")
+        counts = [
+            None if gradient is None else capture.samples(name)
+            for name, gradient in zip(bucket.names, gradients, strict=True)
+        ]
+        samples = bucket.reduce(bucket.stack(counts), "max")
         bad = (size + spread).isfinite().logical_not().sum()
         return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, bad)
 
@@ -209,6 +224,7 @@ class AutoOptimizer(Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the statistics that belong to them."""
         super().zero_grad(set_to_none)
+        self._zeroed = set() if set_to_none else {p for group in self.param_groups for p in group["params"]}
         if self._capture is not None:
             self._capture.clear()
 
@@ -238,7 +254,17 @@ class AutoOptimizer(Optimizer, ABC):
         ]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, bit by bit; torch alone would round all to the dtype of the parameters."""
+        """Load what `state_dict` gave, bit by bit; torch alone would round all to the dtype of the parameters.
+
+        As in torch.optim the state goes by the order of the parameters, unless the names are the same in another order.
+        """
+        own = [group["param_names"] for group in self.param_groups]
+        state_dict = {**state_dict, "param_groups": [dict(group) for group in state_dict["param_groups"]]}
+        for group, names in zip(state_dict["param_groups"], own, strict=False):
+            saved = group.get("param_names", names)
+            if sorted(saved) == sorted(names):
+                group["params"] = [group["params"][saved.index(name)] for name in names]
+            group["param_names"] = names  # the model's now, whatever wrapper it had when it was saved
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

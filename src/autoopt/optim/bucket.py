@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 ROW = 512
+PATTERNS = 64  # of missing gradients to remember
 STATISTICS = torch.float64  # a handful of numbers per unit, whose differences matter
 
 
@@ -68,9 +69,14 @@ class Bucket:
 
     def _restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take over what the state holds, then make the state views of this bucket."""
-        for own, known in zip(self.views(), state, strict=True):
+        for name, own, known in zip(self.names, self.views(), state, strict=True):
             for key, view in own.items():
                 if key in known:
+                    if known[key].shape != view.shape:
+                        raise ValueError(
+                            f"the state of '{name}' has '{key}' of shape {tuple(known[key].shape)}, and the parameter "
+                            f"wants {tuple(view.shape)}: it was saved for another model."
+                        )
                     view.copy_(known[key])
                 known[key] = view
 
@@ -135,5 +141,7 @@ class Bucket:
         if all(pattern):
             return None
         if pattern not in self._present:
+            if len(self._present) == PATTERNS:
+                self._present.clear()
             self._present[pattern] = torch.tensor(pattern).to(self.device)
         return self._present[pattern]
