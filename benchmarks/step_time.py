@@ -7,19 +7,17 @@ turns within each round, so that a slow moment of the machine hits all of them; 
 Peak memory is what the step allocates on top of the model, by torch's profiler.
 """
 
-import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler talks
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
+from autoopt_lab.memory import allocated
 
 SAMPLES, WARMUP, ROUNDS, BURST = 128, 5, 60, 3
 
@@ -49,18 +47,6 @@ def stepper(make: Callable[[nn.Module], torch.optim.Optimizer], x: Tensor, y: Te
     return step
 
 
-def peak_bytes(step: Callable[[], None]) -> int:
-    """The most that a step holds at once, beyond what was there before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
@@ -82,7 +68,7 @@ def main() -> None:
     print(f"{'':12} {'plain':>9} {'auto':>9} {'time':>7} {'memory':>7}")
     for name in pairs:
         plain, auto = (statistics.median(times[name, i]) * 1e3 for i in range(2))
-        memory = peak_bytes(steps[name, 1]) / peak_bytes(steps[name, 0])
+        memory = allocated(steps[name, 1]).peak / allocated(steps[name, 0]).peak
         print(f"{name:12} {plain:6.2f} ms {auto:6.2f} ms {auto / plain:6.2f}x {memory:6.2f}x")
     print(
         f"MNIST CNN, N={SAMPLES}, one CPU thread, median of {ROUNDS} rounds of {BURST} steps; "

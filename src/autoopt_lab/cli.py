@@ -21,6 +21,7 @@ except ImportError as missing:
     raise SystemExit(2) from None
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help need not wait for torch
+    from autoopt_lab.compare import Comparison
     from autoopt_lab.demo import Result, Row
     from autoopt_lab.record import Job, Manifest
     from autoopt_lab.results import Results
@@ -81,8 +82,10 @@ def demo(
     print(f"Page: {path}")  # not through rich, which would wrap a long path
 
 
-DataFolder = Annotated[Path | None, typer.Option(help="Folder of the data, else AUTOOPT_DATA.")]
+DataFolder = Annotated[Path | None, typer.Option(help="Folder of the data, else AUTOOPT_DATA, else it is downloaded.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, or a list such as cuda:0,cuda:1: a process for each.")]
+On = Annotated[str, typer.Option(help="here, or ray: train on the Ray cluster at --address (autoopt[ray]).")]
+Address = Annotated[str, typer.Option(help="Of the Ray cluster, HOST:PORT; auto: the one of this machine.")]
 Minutes = Annotated[float, typer.Option(help="Begin nothing that would not end by then.", min=0)]
 Average = Annotated[float | None, typer.Option(help="Also average the weights, with this share of the newest.")]
 
@@ -92,6 +95,8 @@ def paper(
     out: Annotated[Path, typer.Option(help="Run folder: gone on with if it is there.")] = Path("runs/paper"),
     data: DataFolder = None,
     device: Device = "auto",
+    on: On = "here",
+    address: Address = "auto",
     fast: Annotated[bool, typer.Option("--fast", help="A small version, for a CPU and a few minutes.")] = False,
     seeds: Annotated[str | None, typer.Option(help="FIRST:END, only these now; all ten by default.")] = None,
     only: Annotated[
@@ -115,7 +120,7 @@ def paper(
             print(f"{file}: {unpack(file, Folder(out))} runs")
         if not tables:
             manifest = small_protocol(average) if fast else protocol(average)
-            _train(manifest, chosen(manifest, seeds, only or []), out, data, device, minutes)
+            _train(manifest, chosen(manifest, seeds, only or []), out, data, (on, address, device), minutes)
         results = _results(out)
         page, table = paper_page.write(results, out)
     print(f"Table 2: {table}\nPage: {page}")
@@ -135,6 +140,8 @@ def sweep(
     epochs: Annotated[int, typer.Option(help="Epochs of every run.", min=1, max=1000)] = 10,
     data: DataFolder = None,
     device: Device = "auto",
+    on: On = "here",
+    address: Address = "auto",
     minutes: Minutes = math.inf,
     average: Average = None,
 ) -> None:
@@ -150,7 +157,7 @@ def sweep(
         sizes = tuple(int(size) for size in _numbers("--batch", batch))
         group = Group(task, optimizer, sizes, tuple(grid), tuple(seed_range(seeds)))
         manifest = Manifest("sweep", Conditions(epochs, average=average), (group,))
-        _train(manifest, lambda job: True, out, data, device, minutes)
+        _train(manifest, lambda job: True, out, data, (on, address, device), minutes)
         results = _results(out)
     _show_best(results)
     print(f"Results: {out / 'results.parquet'}")
@@ -188,6 +195,54 @@ def train(
     print(f"For the page: autoopt report {out}")
 
 
+@app.command(epilog="Examples: autoopt compare; autoopt compare --task mnist --optimizers auto-sgd,adamw,prodigy,dog")
+def compare(
+    task: Annotated[str, typer.Option(help="digits, mnist, cifar10, or FILE.py:NAME, a Task of your own.")] = "digits",
+    optimizers: Annotated[
+        str | None, typer.Option(help="Names separated by commas; by default all that are installed.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page, the table and the numbers.")] = Path("runs/compare"),
+    epochs: Annotated[int, typer.Option(help="Epochs of every run.", min=1, max=1000)] = 20,
+    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 64,
+    seeds: Annotated[str, typer.Option(help="FIRST:END.")] = "0:3",
+    data: DataFolder = None,
+) -> None:
+    """Train one task with the tuning-free optimizers of others beside ours, each as its authors recommend it."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once, with torch: the memory profiler is talkative
+    from autoopt_lab import compare as comparing
+    from autoopt_lab import step_cost
+    from autoopt_lab.paper import seed_range
+    from autoopt_lab.peers import wanted
+    from autoopt_lab.progress import tracked
+    from autoopt_lab.report import compare_page
+    from autoopt_lab.report.page import check_writable
+    from autoopt_lab.single import check_task, load_task
+
+    console, workers = Console(), min(4, os.cpu_count() or 1)
+    with _mendable():
+        names, left_out = wanted(optimizers)
+        plan = comparing.Plan(task, epochs, batch, tuple(seed_range(seeds)), data)
+        subject = load_task(task, data)
+        check_task(subject)
+    with _writing(out):
+        check_writable(out)
+    if left_out:
+        print(f"Left out, not installed: {', '.join(left_out)}; all of them: pip install 'autoopt[peers]'")
+    print("Measuring a step of every optimizer")
+    costs = step_cost.costs(subject, names, batch)
+    try:
+        runs = comparing.train_all(plan, names, workers)
+        outcomes = list(tracked(runs, len(names) * len(plan.seeds), "Training runs", console))
+    except BrokenProcessPool:
+        raise typer.TyperException("a training process was killed, perhaps for memory: free some, run again") from None
+    with _mendable():
+        found = comparing.comparison(plan, outcomes, costs, left_out)
+        page = compare_page.write(found, out)
+    console.print(_compared(found))
+    print(textwrap.fill(comparing.verdict(found), console.width))
+    print(f"Page: {page}")
+
+
 @app.command(epilog="Example: autoopt report runs/paper")
 def report(run: Annotated[Path, typer.Argument(help="Run folder of train, sweep or paper.")]) -> None:
     """Write one HTML page on a run folder: verdict, every setting, learning curves, what was chosen per layer."""
@@ -219,19 +274,18 @@ def _train(
     select: "Callable[[Job], bool]",
     out: Path,
     data: Path | None,
-    device: str,
+    where: tuple[str, str, str],
     minutes: float,
 ) -> None:
-    from autoopt_lab.devices import devices
+    from autoopt_lab.devices import chosen
     from autoopt_lab.progress import tracked
     from autoopt_lab.record import Folder
     from autoopt_lab.sweep import outstanding, sweep
 
-    console, folder, names = Console(), Folder(out), devices(device)
-    deadline = time.monotonic() + 60 * minutes
-    with _resumable(), outstanding(folder, manifest, names[0], select) as todo:
+    console, folder, deadline = Console(), Folder(out), time.monotonic() + 60 * minutes
+    with _resumable(), chosen(*where) as pool, outstanding(folder, manifest, pool.device, select) as todo:
         total = sum(map(len, todo))
-        finished = sweep(folder, todo, manifest.conditions, names, data, deadline)
+        finished = sweep(folder, todo, manifest.conditions, pool, data, deadline)
         done = [chunk.done for chunk in tracked(finished, total, "Training runs", console, lambda c: len(c.jobs))]
     if len(done) < len(todo) or not all(done):
         print("Time is up; the same command goes on where this one stopped.")
@@ -266,6 +320,19 @@ def _show_best(results: "Results") -> None:
     for cell in ranked[:10]:
         table.add_row(cell.optimizer, cell.config, spread(cell.test), spread(cell.train), str(cell.seeds))
     Console().print(table)
+
+
+def _compared(comparison: "Comparison") -> Table:
+    from autoopt_lab.compare import HEADINGS, shown
+
+    table = Table(title="Final test error, and the price of a step", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    rows = [shown(row) for row in comparison.rows]
+    for k, heading in enumerate(HEADINGS):
+        if heading != "Failures" or any(row[k] for row in rows):
+            table.add_column(heading)
+    for row in rows:
+        table.add_row(*row[: len(table.columns)])
+    return table
 
 
 @contextmanager

@@ -1,14 +1,10 @@
 """The demo: each Auto optimizer, once, against a grid of learning rates for its plain counterpart."""
 
 import math
-import multiprocessing
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
-import torch
-
+from autoopt_lab.processes import each
 from autoopt_lab.tasks import Task
 from autoopt_lab.train import Run, Setting, train
 
@@ -22,19 +18,12 @@ def settings(epochs: int) -> list[Setting]:
 
 
 def train_all(task: Task, settings: list[Setting], seeds: list[int], workers: int) -> Iterator[Run]:
-    """Every setting with every seed, in whatever order they finish; one thread per worker process."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
-    try:
-        jobs = [pool.submit(train, task, setting, seed) for seed in seeds for setting in settings]
-        for job in as_completed(jobs):
-            yield job.result()
-    finally:
-        pool.shutdown(cancel_futures=True)  # an interrupt does not wait for the runs that have not begun
+    """Every setting with every seed, in whatever order they finish."""
+    return each(_train, [(task, setting, seed) for seed in seeds for setting in settings], workers)
 
 
-def _start_worker() -> None:
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process answers Ctrl-C, for all
+def _train(job: tuple[Task, Setting, int]) -> Run:
+    return train(*job)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The devices of this machine, with one process for each."""
+"""Where chunks are trained: on the devices of this machine, with one process for each, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -22,6 +23,16 @@ T = TypeVar("T")
 
 class DeviceError(Exception):
     """A device that is not there; the message is one sentence with the remedy."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Somewhere to train: `submit` hands a function over, and `places` is how many it can run at once by now."""
+
+    name: str
+    device: str  # what kind: a chunk is cut to its size
+    submit: Callable[..., Future[Any]]
+    places: Callable[[], int]
 
 
 class Place:
@@ -52,12 +63,28 @@ def devices(choice: str) -> list[str]:
 
 
 @contextmanager
-def processes(names: Sequence[str]) -> Iterator[Executor]:
-    """An executor with a process for every device named; a single one is this process itself."""
+def chosen(on: str, address: str, choice: str) -> Iterator[Pool]:
+    """`on` is "here", for devices of this machine, or "ray", for the cluster at `address`."""
+    if on == "here":
+        with processes(devices(choice)) as pool:
+            yield pool
+    elif on == "ray":
+        from autoopt_lab.ray_cluster import cluster  # it needs ray
+
+        with cluster(address, choice) as pool:
+            yield pool
+    else:
+        raise DeviceError(f"--on {on} is unknown: choose here or ray")
+
+
+@contextmanager
+def processes(names: Sequence[str]) -> Iterator[Pool]:
+    """A pool with a process for every device named; a single one is this process itself."""
     global here
+    title = ", ".join(names)
     if len(names) == 1:
         here = Place(names[0])
-        yield _Here()
+        yield Pool(title, names[0], _Here().submit, lambda: 1)
         return
     spawn = multiprocessing.get_context("spawn")
     queue, stop = spawn.Queue(), spawn.Event()
@@ -66,7 +93,7 @@ def processes(names: Sequence[str]) -> Iterator[Executor]:
     threads = max(1, (os.cpu_count() or 1) // len(names))
     pool = ProcessPoolExecutor(len(names), spawn, initializer=_start, initargs=(queue, stop, threads, sys.argv))
     try:
-        yield pool
+        yield Pool(title, names[0], pool.submit, lambda: len(names))
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)

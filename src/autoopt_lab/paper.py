@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from autoopt_lab.devices import DeviceError, devices
+from autoopt_lab import devices
+from autoopt_lab.devices import DeviceError
 from autoopt_lab.engine import RULES
 from autoopt_lab.pack import pack, unpack
 from autoopt_lab.record import Conditions, Folder, Group, Job, Manifest, RecordError
@@ -114,8 +115,14 @@ def line(finished: Finished, done: int, total: int, seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("autoopt_lab.paper", description="Train what the paper's protocol asks for.")
     parser.add_argument("--out", type=Path, required=True, help="run folder; gone on with if it is there")
-    parser.add_argument("--data", type=Path, help="folder with MNIST/raw and cifar-10-batches-py (else AUTOOPT_DATA)")
+    parser.add_argument(
+        "--data", type=Path, help="with MNIST/raw and cifar-10-batches-py; else AUTOOPT_DATA, else fetched"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, or a list: cuda:0,cuda:0 for two processes on it")
+    parser.add_argument("--on", default="here", help="here, or ray: train on the Ray cluster at --address")
+    parser.add_argument(
+        "--address", default="auto", help="of the Ray cluster, HOST:PORT; auto: the one of this machine"
+    )
     parser.add_argument("--seeds", help="FIRST:END, only these now; all by default")
     parser.add_argument("--only", action="append", default=[], help="TASK[/OPTIMIZER[/BATCH]], * for any; repeatable")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing that would not end by then")
@@ -146,11 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(folder: Folder, manifest: Manifest, given: argparse.Namespace, deadline: float) -> None:
-    names, select, start = devices(given.device), chosen(manifest, given.seeds, given.only), time.monotonic()
-    with outstanding(folder, manifest, names[0], select, print, given.samples) as todo:
+    select, start = chosen(manifest, given.seeds, given.only), time.monotonic()
+    with (
+        devices.chosen(given.on, given.address, given.device) as pool,
+        outstanding(folder, manifest, pool.device, select, print, given.samples) as todo,
+    ):
         total, done, samples = sum(map(len, todo)), 0, 0
-        print(f"{total} runs to do in {len(todo)} chunks on {', '.join(names)}", flush=True)
-        for finished in sweep(folder, todo, manifest.conditions, names, given.data, deadline):
+        print(f"{total} runs to do in {len(todo)} chunks on {pool.name}", flush=True)
+        for finished in sweep(folder, todo, manifest.conditions, pool, given.data, deadline):
             done += len(finished.jobs) * finished.done
             samples += finished.samples * finished.done
             print(line(finished, done, total, time.monotonic() - start), flush=True)

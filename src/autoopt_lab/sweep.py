@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -207,7 +207,8 @@ def outstanding(
 ) -> Iterator[list[list[Job]]]:
     """Begin the folder or go on with it; gives the chunks to train. A damaged part is named, removed and redone."""
     check(manifest)
-    with folder.writing(manifest, provenance(device)):
+    by = device if torch.cuda.is_available() else "cpu"  # who asks a cluster for its GPUs may have none
+    with folder.writing(manifest, provenance(by)):
         parts, damaged = folder.parts()
         for path, sentence in damaged.items():
             say(sentence)
@@ -222,21 +223,22 @@ def sweep(
     folder: Folder,
     todo: Sequence[list[Job]],
     conditions: Conditions,
-    names: Sequence[str],
+    on: devices.Pool | Sequence[str],
     data: Path | None = None,
     deadline: float = math.inf,
 ) -> Iterator[Finished]:
     """Train the chunks, each on the first device that is free, and put each into the folder when it is finished.
 
+    `on` is a pool, or the names of devices of this machine.
     `deadline` is of time.monotonic(): a chunk that would not end before it is not begun, as far as that is known.
     """
     waiting = list(todo)
     longest: dict[tuple[str, str, int], float] = {}  # seconds of a chunk of this shape
     running: dict[Future[Trained], list[Job]] = {}
     try:
-        with devices.processes(names) as pool:
+        with nullcontext(on) if isinstance(on, devices.Pool) else devices.processes(on) as pool:
             while waiting or running:
-                while waiting and len(running) < len(names):
+                while waiting and len(running) < pool.places():
                     chunk = waiting.pop(0)
                     if time.monotonic() + longest.get(chunk[0][:3], 0) < deadline:
                         running[pool.submit(train_chunk, chunk, conditions, data, deadline)] = chunk

@@ -91,9 +91,23 @@ def tick_labels(values: list[float], labels: list[str]) -> dict[str, Any]:
     return {"tickmode": "array", "tickvals": values, "ticktext": labels}
 
 
+def error_ticks(values: Iterable[float | None]) -> dict[str, Any]:
+    """Labels in percent for a logarithmic axis over `values`: the roundest numbers of which it shows three or more."""
+    known = [value for value in values if value] or [0.01, 1.0]
+    low, high = 0.97 * min(known), 1.03 * max(known)
+    ticks: list[float] = []
+    for mantissas in ([1.0, 2.0, 5.0], *([k / parts for k in range(parts, 10 * parts)] for parts in (1, 2, 10, 50))):
+        every = (mantissa * 10.0**d for d in range(math.floor(math.log10(low)), 1) for mantissa in mantissas)
+        ticks = [tick for tick in every if low <= tick <= high]
+        if len(ticks) >= 3:
+            break
+    return tick_labels(ticks, [f"{100 * tick:.4g} %" for tick in ticks])
+
+
 def framed(lines: list[Figure], across: str, up: dict[str, Any]) -> Figure:
+    short = across == "epoch" and all(len(line["x"]) <= 12 for line in lines)  # or plotly labels fractions of one
     layout = {
-        "xaxis": {"title": {"text": across}},
+        "xaxis": {"title": {"text": across}} | ({"dtick": 1} if short else {}),
         "yaxis": up,
         "margin": {"l": 64, "r": 12, "t": 8, "b": 44},
         "legend": {"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0},

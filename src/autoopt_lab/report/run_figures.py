@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from autoopt_lab.report.figures import AUTO, BEST, OTHER, Figure, drawable, framed, tick_labels
-from autoopt_lab.report.paper_figures import FLOOR, SCALE, TICKS
+from autoopt_lab.report.figures import AUTO, BEST, OTHER, Figure, drawable, error_ticks, framed
+from autoopt_lab.report.paper_figures import FLOOR, SCALE
 from autoopt_lab.results import KINDS, Results, Trace
 from autoopt_lab.table2 import LABELS, Cell, percent
 
@@ -28,9 +28,8 @@ def curves(results: Results, automatic: list[Cell], searched: list[Cell]) -> Fig
         lines.append(_curve(results, cell, f"best: {cell.config}", {"color": BEST, "width": 2, "dash": "dash"}))
     for cell in automatic:
         lines.append(_curve(results, cell, f"{_label(cell)}, N = {cell.batch}", {"color": AUTO, "width": 3}))
-    figure = framed(lines, "epoch", {"title": {"text": "test error"}, "type": "log"})
-    figure["layout"]["yaxis"] |= tick_labels(TICKS, [f"{100 * tick:g} %" for tick in TICKS])
-    return figure
+    ticks = error_ticks(value for line in lines for value in line["y"])
+    return framed(lines, "epoch", {"title": {"text": "test error"}, "type": "log"} | ticks)
 
 
 def heat(trace: Trace, kind: str) -> Figure:

@@ -4,7 +4,8 @@
     FOLDER/cifar-10-batches-py/{data_batch_1..5,test_batch}
 
 MNIST's files are checked as they are. CIFAR-10's are pickles, and the same arrays can be pickled in several ways, so
-the arrays' content is checked; the unpickler before it can build a numpy array and nothing else.
+the arrays' content is checked; the unpickler before it can build a numpy array and nothing else. Where no folder is
+named, the published archives are fetched (`download`); what is in them is checked in the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ MNIST_SHA256 = {
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 
-# Of the pixels' bytes followed by the labels' bytes, one per image.
+# Of the pixels' bytes followed by the labels' bytes, one per image. The same bytes, label before pixels, have the MD5
+# sums that are known of the files of cifar-10-binary.tar.gz.
 CIFAR10_SHA256 = {
     "data_batch_1": "ba52cb2d72c412975d7556bb26bd094956f1c002d1937053f6f1252f2ac17114",
     "data_batch_2": "350ff9000489d02f2568c0dcf4912ffdbae9e50932147905fb1b8159ad54f0ac",
@@ -57,23 +59,11 @@ class Pictures:
     test_labels: np.ndarray
 
 
-def data_folder(folder: Path | str | None = None) -> Path:
-    """The folder given, else the one the environment names."""
-    chosen = folder or os.environ.get(VARIABLE)
-    if not chosen:
-        raise DataError(f"no data folder was given: name one with --data or set {VARIABLE}")
-    if not Path(chosen).is_dir():
-        raise DataError(f"the data folder {chosen} does not exist: name another with --data or {VARIABLE}")
-    return Path(chosen)
-
-
 def read_mnist(folder: Path | str | None = None) -> Pictures:
-    raw = data_folder(folder) / "MNIST" / "raw"
     files = {}
-    for name, digest in MNIST_SHA256.items():
-        content = _content(raw / name)
-        _check(raw / name, content, digest)
-        files[name] = _idx(content)
+    for path, content, digest in _files(folder, "MNIST/raw", MNIST_SHA256):
+        _check(path, content, digest)
+        files[path.name] = _idx(content)
     return Pictures(
         files["train-images-idx3-ubyte"][:, None],
         files["train-labels-idx1-ubyte"],
@@ -83,9 +73,8 @@ def read_mnist(folder: Path | str | None = None) -> Pictures:
 
 
 def read_cifar10(folder: Path | str | None = None) -> Pictures:
-    source = data_folder(folder) / "cifar-10-batches-py"
     *parts, (test_pixels, test_labels) = [
-        _cifar10_batch(source / name, digest) for name, digest in CIFAR10_SHA256.items()
+        _cifar10_batch(*file) for file in _files(folder, "cifar-10-batches-py", CIFAR10_SHA256)
     ]
     pixels, labels = zip(*parts, strict=True)
     return Pictures(np.concatenate(pixels), np.concatenate(labels), test_pixels, test_labels)
@@ -107,6 +96,23 @@ def normalised(pictures: Pictures, mean: Sequence[float], deviation: Sequence[fl
         inputs(pictures.test_pixels),
         targets(pictures.test_labels),
     )
+
+
+def _files(folder: Path | str | None, inside: str, digests: Mapping[str, str]) -> Iterator[tuple[Path, bytes, str]]:
+    """Path, content and digest of each file: in the folder given, else the environment's, else the archives."""
+    if chosen := folder or os.environ.get(VARIABLE):
+        if not Path(chosen).is_dir():
+            raise DataError(f"the data folder {chosen} does not exist: name another with --data or {VARIABLE}")
+        for name, digest in digests.items():
+            path = Path(chosen, inside, name)
+            yield path, _content(path), digest
+        return
+    from autoopt_lab.tasks import download  # it needs more than torch and numpy
+
+    fetched = download.contents(download.MNIST if inside == "MNIST/raw" else download.CIFAR10)
+    found = {path.name: (path, content) for path, content in fetched.items()}
+    for name, digest in digests.items():
+        yield *found[name], digest
 
 
 def _content(path: Path) -> bytes:
@@ -134,12 +140,10 @@ def _idx(content: bytes) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
-def _cifar10_batch(path: Path, digest: str) -> tuple[np.ndarray, np.ndarray]:
+def _cifar10_batch(path: Path, content: bytes, digest: str) -> tuple[np.ndarray, np.ndarray]:
     try:
-        batch = _ArrayUnpickler(io.BytesIO(_content(path)), encoding="bytes").load()
+        batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         pixels, labels = batch[b"data"], np.asarray(batch[b"labels"])
-    except DataError:
-        raise
     except Exception as error:  # a damaged pickle can fail in any way; none of them is worth a traceback
         raise DataError(f"{path} is no CIFAR-10 batch ({error or type(error).__name__}): fetch it again") from None
     count = len(labels) if labels.ndim == 1 else 0
