@@ -169,7 +169,11 @@ class AutoOptimizer(Optimizer, ABC):
         return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, bad)
 
     def _update(self, capture: Capture, reading: "Reading", finite: Tensor) -> None:
-        """Algorithm 1 for the units of one bucket, where `finite` says that there is something to learn from."""
+        """Algorithm 1 for the units of one bucket. Every change passes through a mask, since only the device knows.
+
+        `live` units have a finite gradient that is not zero; the `rows` that move are theirs, less those of tensors
+        without a gradient.
+        """
         group, bucket = reading.group, reading.bucket
         live = finite & (reading.size > 0)
         moves = live[bucket.unit_of_tensor]
@@ -181,30 +185,41 @@ class AutoOptimizer(Optimizer, ABC):
         weights = bucket.rows(bucket.params) if group["weight_decay"] else None
         coupled = weights is not None and not group["decoupled_weight_decay"]
         gradient = torch.where(rows, raw + group["weight_decay"] * weights, 0.0) if coupled else raw
-
         metric = self._metric(group, bucket, gradient, rows)  # Ĥ, Table 1
-        estimate = bucket.buffers["estimate"]  # m = ĝ of the step before
+
+        self._learn(capture, reading, live, metric, raw, gradient)
+        self._estimate(bucket, live, rows, gradient)
+        scale = bucket.spread(group["lr"] / self._correction(bucket))
+        change = over(bucket.buffers["estimate"], metric) * scale  # eq. w_update-1
+        if weights is not None and not coupled:
+            change = change + weights * bucket.spread(group["lr"] * group["weight_decay"] * (1 - bucket.gamma[:, 0]))
+        torch._foreach_sub_(bucket.params, bucket.tensors(torch.where(rows, change, 0.0)))  # type: ignore[arg-type]
+
+    def _learn(
+        self, capture: Capture, reading: "Reading", live: Tensor, metric: Tensor | None, raw: Tensor, gradient: Tensor
+    ) -> None:
+        """γ, from the inner products of the gradient (`raw`: less weight decay) and the previous estimate."""
+        bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
         natural = over(gradient, metric)
         gg, gm, mm = bucket.sums(gradient * natural, natural * estimate, over(estimate.square(), metric))
-        raw_gg = bucket.sums(over(raw.square(), metric))[0] if coupled else gg
+        raw_gg = gg if raw is gradient else bucket.sums(over(raw.square(), metric))[0]
         square = bucket.sums(over(reading.square, metric))[0] if self.elementwise else reading.square
         square, samples = capture.over_ranks(torch.stack([square / capture.ranks**2, reading.samples]))
 
         variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
         measured = live & (samples > 1) & (gg > 0)
         gamma = torch.stack(oracle.solve(variance, gg, gm, mm), 1)
-        smooth = oracle.smooth(bucket.gamma, gamma, group["smoothing"])
+        smooth = oracle.smooth(bucket.gamma, gamma, reading.group["smoothing"])
         bucket.gamma.copy_(torch.where(measured.unsqueeze(1), smooth, bucket.gamma))
         bucket.noise.copy_(torch.where(measured, variance / raw_gg, bucket.noise))
 
+    def _estimate(self, bucket: Bucket, live: Tensor, rows: Tensor, gradient: Tensor) -> None:
+        """ĝ = (1 - γ1 - γ2) g + γ2 ĝ, eq. g_est_1."""
         gamma1, gamma2 = bucket.gamma.unbind(1)
-        rate, keep, new = 1 - gamma1, gamma2, 1 - gamma1 - gamma2
-        bucket.carry.copy_(torch.where(live, bucket.carry * keep / rate, bucket.carry))
-        estimate.mul_(torch.where(rows, bucket.spread(keep), 1.0)).add_(bucket.spread(new) * gradient)  # eq. g_est_1
-        change = over(estimate, metric) * bucket.spread(group["lr"] / self._correction(bucket))  # eq. w_update-1
-        if weights is not None and not coupled:
-            change = change + weights * bucket.spread(group["lr"] * group["weight_decay"] * rate)
-        torch._foreach_sub_(bucket.params, bucket.tensors(torch.where(rows, change, 0.0)))  # type: ignore[arg-type]
+        bucket.carry.copy_(torch.where(live, bucket.carry * gamma2 / (1 - gamma1), bucket.carry))
+        estimate = bucket.buffers["estimate"]
+        estimate.mul_(torch.where(rows, bucket.spread(gamma2), 1.0))
+        estimate.add_(bucket.spread(1 - gamma1 - gamma2) * gradient)
 
     @abstractmethod
     def _buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
