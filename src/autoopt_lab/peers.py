@@ -1,6 +1,6 @@
 """Optimizers that can be compared, each as its authors recommend it: nothing here is tuned by us.
 
-The peers come from PyPI (extra `peers`) and are imported when they are used. Every one runs at a constant rate: the
+The peers are packages of their own (extra `peers`) and are imported when they are used. Every one runs at a constant rate: the
 automatic optimizers know nothing of a run's length, and where a README has a word on schedules, it allows for none.
 """
 
@@ -32,7 +32,7 @@ class Method:
     setting: str  # for people
     source: str  # of the recommendation
     make: Callable[[nn.Module], Any]
-    package: str = "torch"  # on PyPI
+    package: str = "torch"  # that has it
     module: str = "torch"
     needs_loss: bool = False  # step(loss=...)
     switches: bool = False  # the optimizer's train() and eval(): the weights to evaluate are those after eval()
