@@ -1,6 +1,6 @@
 """Optimizers that can be compared, each as its authors recommend it: nothing here is tuned by us.
 
-The peers are packages of their own (extra `peers`) and are imported when they are used. Every one runs at a constant rate: the
+The peers are packages of their own (extra `peers`), imported when they are used. Every one runs at a constant rate: the
 automatic optimizers know nothing of a run's length, and where a README has a word on schedules, it allows for none.
 """
 
