@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import tarfile
@@ -14,7 +15,7 @@ PADDING = 1024, 2 * tarfile.RECORDSIZE  # what tar adds, at most: to a member, t
 
 
 def pack(folder: Folder, into: Path) -> list[Path]:
-    """Tar files that each hold the manifest, a list of what else is in them, and some parts."""
+    """Tar files that each hold the manifest, some parts, and a list of them all with their SHA-256."""
     manifest = (folder.path / "manifest.json").read_bytes()
     room = LARGEST - len(manifest) - sum(PADDING)
     bundles: list[list[tuple[str, bytes]]] = [[]]
@@ -29,8 +30,9 @@ def pack(folder: Folder, into: Path) -> list[Path]:
     for number, bundle in enumerate(bundles):
         file = io.BytesIO()
         with tarfile.open(fileobj=file, mode="w") as tar:
-            names = json.dumps([name for name, _ in bundle]).encode()
-            for name, content in [("manifest.json", manifest), ("contents.json", names), *bundle]:
+            members = [("manifest.json", manifest), *bundle]
+            contents = json.dumps({name: _digest(content) for name, content in members}).encode()
+            for name, content in [("contents.json", contents), *members]:
                 entry = tarfile.TarInfo(name)
                 entry.size = len(content)
                 tar.addfile(entry, io.BytesIO(content))
@@ -55,7 +57,14 @@ def _content(file: Path) -> tuple[Manifest, list[Part]]:
         with tarfile.open(file, "r:") as tar:
             members = {entry.name: tar.extractfile(entry) for entry in tar if entry.isfile()}
             contents = {name: member.read() for name, member in members.items() if member is not None}
-        manifest = read_manifest(contents.pop("manifest.json"), file)
-        return manifest, [Part.from_bytes(contents[name]) for name in json.loads(contents["contents.json"])]
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
+        listed = json.loads(contents["contents.json"])
+        if bad := [name for name, digest in listed.items() if _digest(contents[name]) != digest]:
+            raise ValueError(f"{', '.join(bad)} is not what was packed")
+        manifest = read_manifest(contents["manifest.json"], file)
+        return manifest, [Part.from_bytes(contents[name]) for name in listed if name != "manifest.json"]
+    except (OSError, tarfile.TarError, KeyError, ValueError, AttributeError) as error:
         raise RecordError(f"{file} is no file of packed results, or is damaged ({error}): pack it again") from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
