@@ -1,5 +1,6 @@
 """How the samples' contributions reach the optimizer, without a change to the user's model or loop."""
 
 from autoopt.capture.attach import Capture
+from autoopt.capture.spread import Spread
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "Spread"]

@@ -3,7 +3,8 @@
 Note [shadow leaves]: beside each observed parameter stands a leaf tensor, its shadow, that takes no part in the
 forward pass. The backward pass returns Σ_i c_i² as the "gradient" of the shadow. So autograd itself carries the
 statistics: they accumulate over micro-batches exactly as `.grad` does, survive activation checkpointing and in-place
-activations, and are ordinary outputs for torch.compile. The number of samples travels the same way.
+activations, and are ordinary outputs for torch.compile. The number of samples travels the same way. What is used
+several times goes through the ledger instead, which the backward pass tells what each sample adds.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoopt.capture.current import executes
 from autoopt.capture.site import Site
 from autoopt.moments import Operation
 
@@ -24,36 +26,55 @@ class Observe(torch.autograd.Function):
         ctx: Any,
         operation: Operation,
         site: Site,
+        derived: dict[str, Tensor | None] | None,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         samples: Tensor,
+        uses: Tensor | None,
         weight_square: Tensor | None,
         bias_square: Tensor | None,
     ) -> Tensor:
         output, kept = operation.forward(x, weight, bias)
-        ctx.save_for_backward(weight if ctx.needs_input_grad[2] else None, *kept)
-        ctx.operation, ctx.site, ctx.spent = operation, site, False
-        ctx.outer = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        ctx.save_for_backward(weight if ctx.needs_input_grad[3] else None, *kept)
+        ctx.operation, ctx.site, ctx.derived = operation, site, derived or {}
+        ctx.part, ctx.fold = "", 1 if operation.positional else site.fold
+        if not torch.compiler.is_compiling():
+            site.opened(ctx)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        operation, site = ctx.operation, ctx.site
+        operation, site, rows = ctx.operation, ctx.site, dy.shape[0]
+        _, _, _, needs_x, needs_weight, needs_bias, _, counts_uses, observes_weight, observes_bias = (
+            ctx.needs_input_grad
+        )
         if not torch.compiler.is_compiling():
-            site.check(dy.shape[0], ctx)
+            if any(executes(node) for node, _ in ctx.next_functions[1:3] if node is not None):  # of weight and bias
+                site.check(rows, ctx)
+            else:
+                site.closed(ctx)
         weight, *rest = ctx.saved_tensors
         kept = tuple(rest)
-        _, _, needs_x, needs_weight, needs_bias, _, observes_weight, observes_bias = ctx.needs_input_grad
         dx = operation.input_gradient(dy, kept, weight) if needs_x else None
         dw = w2 = db = b2 = None
-        if needs_weight or observes_weight:
+        if needs_weight and site.books("weight", ctx.fold):
+            dw = operation.weight_gradient(dy, kept)
+            site.book("weight", operation.weight_use(dy, kept), rows, ctx)
+        elif needs_weight or observes_weight:
             dw, w2 = operation.weight_moments(dy, kept, site.total)
-        if needs_bias or observes_bias:
+        if needs_bias and site.books("bias", ctx.fold):
+            contributions = operation.bias_contributions(dy)
+            db = contributions.sum(0)
+            site.book("bias", contributions.__getitem__, rows, ctx)
+        elif needs_bias or observes_bias:
             db, b2 = operation.bias_moments(dy, site.total)
-        samples = torch.full((), dy.shape[0], dtype=torch.float32, device=dy.device)
+        samples = uses = None
+        if w2 is not None or b2 is not None:
+            samples = torch.full((), rows, dtype=torch.float32, device=dy.device)
+            uses = torch.stack([samples, torch.ones_like(samples)]) if counts_uses else None
         return (
-            None, None, dx, dw if needs_weight else None, db if needs_bias else None,
-            samples, w2 if observes_weight else None, b2 if observes_bias else None,
+            None, None, None, dx, dw if needs_weight else None, db if needs_bias else None,
+            samples, uses, w2 if observes_weight else None, b2 if observes_bias else None,
         )  # fmt: skip

@@ -1,76 +1,66 @@
-"""One observed layer: its shadow leaves, and the checks that keep what they hold exact."""
+"""One observed layer: its shadow leaves, its uses, and the checks that keep what they hold exact."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoopt.moments import Prepare
+from autoopt.capture.current import Pass
+from autoopt.capture.ledger import Ledger
+from autoopt.moments import Contributions, Prepare, precision
 
 ROLES = ("weight", "bias")
 
 
-@dataclass
-class Pass:
-    """What is known of the backward pass that is under way, shared by all sites of an optimizer.
+class Site:
+    """The shadow leaves of one layer's parameters; see Note [shadow leaves].
 
-    Wrong statistics would train badly without a word, so what this version cannot do exactly is refused.
+    A parameter with one use in a backward pass has a shadow. Those that several layers share, those that a weight is
+    computed from, and all of a layer that was seen to run twice before a backward pass, go through the ledger.
     """
 
-    ended: Callable[[], None]  # called at the end of each backward pass
-    graph: int = -1  # autograd's number for it
-    queued: int = -1  # the pass at whose end `ended` is already due
-    unfinished: bool = False  # it began and has not ended: an error on the way
-    blank: bool = False  # an empty batch passed, whose gradients of zero come without statistics
-    samples: int = 0
-    first: str = ""
-    seen: set[str] = field(default_factory=set)
-    gathered: int = 0  # samples of all passes since the statistics were cleared
-    group: "dist.ProcessGroup | None" = None  # the ranks that share the batch
-
-    def arrived(self, leaf: Tensor) -> None:
-        """A layer's statistics were accumulated; also in a compiled backward pass, which does not call `enter`."""
-        graph = torch._C._current_graph_task_id()
-        if graph != self.queued:
-            self.queued = graph
-            torch.autograd.Variable._execution_engine.queue_callback(self.ended)
-
-    def enter(self, name: str, samples: int, graph: int) -> None:
-        """A layer's backward begins, with so many samples."""
-        self.unfinished = True
-        if graph != self.graph:
-            self.graph, self.samples, self.first, self.seen = graph, samples, name, set()
-            self.gathered += samples
-        if samples != self.samples:
-            raise RuntimeError(
-                f"layer '{name}' got {samples} rows where '{self.first}' got {self.samples} in the same backward pass, "
-                "so it is not clear which rows belong to one sample. The first axis of every layer's input must be the "
-                "batch: reshape (batch · time, features) to (batch, time, features) before the layer."
-            )
-        if name in self.seen:
-            raise RuntimeError(
-                f"layer '{name}' was used more than once in one forward pass. What a sample contributes would have to "
-                "be summed over the uses before it is squared, which AutoOpt does not do yet: give each use a layer of "
-                "its own, or leave this layer to another optimizer through param_groups."
-            )
-        self.seen.add(name)
-
-
-class Site:
-    """The shadow leaves of one layer's parameters; see Note [shadow leaves]."""
+    axis = 0  # that of the samples in the layer's input and output
+    fold = 1  # so many consecutive rows of that axis are one sample
+    folded = False  # whether `fold` is to be counted in every pass
+    strided = False  # the rows of a sample are not consecutive: it is every N-th one
+    settled = False  # all of this was seen when a sample was changed
 
     def __init__(
-        self, name: str, layer: nn.Module, plain: type[nn.Module], prepare: Prepare, *, total: bool, current: Pass
+        self, name: str, layer: nn.Module, plain: type[nn.Module], prepare: Prepare, current: Pass, ledger: Ledger
     ) -> None:
         self.name, self.layer, self.prepare = name, layer, prepare
         self.plain = plain  # the layer's own class
-        self.total = total  # only the total of Σ_i c_i² is asked for
-        self.current = current
-        self.shadows: dict[str, Tensor] = {}  # role -> leaf whose .grad is Σ_i c_i²
+        self.current, self.ledger, self.total = current, ledger, ledger.total
+        self.names: dict[str, str] = {}  # role -> name of the parameter that has it
+        self.shadows: dict[str, Tensor] = {}  # role of a parameter that only this layer uses -> leaf, .grad is Σ_i c_i²
         self.samples = torch.zeros(())  # leaf whose .grad is N
+        self.uses = torch.zeros(2)  # leaf whose .grad is (N, number of uses) of a compiled pass
+        self.origins: dict[str, list[nn.Parameter]] = {}  # role of a computed tensor -> what it is computed from
+        self.lent = False  # some of the origins belong to other layers' tensors too
+        self.repeated = False  # from when the layer is first seen to be used more than once
+        self._waiting: dict[str, weakref.ref[Any]] = {}  # part of a call -> its last use that had no backward pass yet
+        self._entered = -1  # the backward pass that last used a shadow
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a layer is nobody's."""
+
+    # What is observed.
+
+    def observe(self, role: str, name: str, *, shared: bool) -> None:
+        """Report on the parameter that has this role; `shared`: other layers hold it too."""
+        self.names[role] = name
+        if shared:
+            self.shadows.pop(role, None)
+        else:
+            self._shadow(role)
+
+    def derive(self, role: str, origin: nn.Parameter, *, shared: bool) -> None:
+        """Report on a parameter that the tensor in this role is computed from."""
+        origins = self.origins.setdefault(role, [])
+        if all(origin is not known for known in origins):
+            origins.append(origin)
+        self.lent |= shared
 
     def parameter(self, role: str) -> nn.Parameter:
         parameter = getattr(self.layer, role)
@@ -81,55 +71,131 @@ class Site:
             )
         return parameter
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a layer is nobody's."""
+    def trains(self) -> bool:
+        """Whether any of the observed parameters is not frozen at the moment."""
+        return any(self.parameter(role).requires_grad for role in self.names) or any(
+            origin.requires_grad for origins in self.origins.values() for origin in origins
+        )
 
-    def observe(self, role: str) -> None:
-        """Put a shadow beside the parameter of that role, where the parameter now is."""
-        parameter = self.parameter(role)
-        leaf = torch.zeros((), dtype=_precision(parameter), device=parameter.device)
-        self.shadows[role] = leaf.expand(() if self.total else parameter.shape).requires_grad_()  # one number of memory
-        self.samples = torch.zeros((), device=parameter.device).requires_grad_()
-        self.samples.register_post_accumulate_grad_hook(self.current.arrived)
+    @property
+    def eager(self) -> bool:
+        """Whether the layer's uses have to be seen one by one, outside of any compiled graph."""
+        return self.repeated or self.fold > 1 or len(self.shadows) < len(self.names) or bool(self.origins)
 
-    def leaves(self, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The leaves to run forward with: samples, weight, bias. A shadow is given only where the parameter trains."""
-        for role, shadow in self.shadows.items():
-            if shadow.device != device or shadow.dtype != _precision(self.parameter(role)):  # the model was moved
-                self.observe(role)
-        trained = {role: shadow for role, shadow in self.shadows.items() if self.parameter(role).requires_grad}
-        return self.samples, trained.get("weight"), trained.get("bias")
+    # The forward pass.
+
+    def opened(self, ctx: Any) -> None:
+        """A use begins, outside of any compiled graph. One whose graph still waits for its backward pass repeats it."""
+        ctx.outer, ctx.spent = torch._C._current_graph_task_id(), False
+        if ctx.outer != -1:  # a checkpoint runs it again, in a backward pass at whose end all that it adds is known
+            self.current.due()
+            return
+        waiting = self._waiting.get(ctx.part)
+        self.repeated |= waiting is not None and waiting() is not None
+        self._waiting[ctx.part] = weakref.ref(ctx)
+
+    def closed(self, ctx: Any) -> None:
+        """The backward pass of a use begins."""
+        part: str = ctx.part
+        waiting = self._waiting.get(part)
+        if waiting is not None and waiting() is ctx:
+            del self._waiting[part]
+
+    def reached(self) -> None:
+        """Have the layer's layout found, outside of any compiled graph."""
+        if self.current.entrance is not None and not torch.compiler.is_compiling():
+            self.current.entrance.reach(self)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """The input with the samples on its first axis, the rows of each together."""
+        x = x.movedim(self.axis, 0) if self.axis else x
+        samples = self.current.entrance.samples if self.folded and self.current.entrance is not None else None
+        if samples:
+            self.fold = max(1, x.shape[0] // samples)
+        return x.unflatten(0, (self.fold, -1)).transpose(0, 1).flatten(0, 1) if self.strided and self.fold > 1 else x
+
+    def ungrouped(self, y: Tensor) -> Tensor:
+        """The output as the layer itself would lay it out."""
+        y = y.unflatten(0, (-1, self.fold)).transpose(0, 1).flatten(0, 1) if self.strided and self.fold > 1 else y
+        return y.movedim(0, self.axis) if self.axis else y
 
     def blank(self, x: Tensor) -> bool:
         """Whether the input is an empty batch: it has nothing to tell."""
-        empty = x.dim() > 0 and x.shape[0] == 0
+        empty = x.dim() > self.axis and x.shape[self.axis] == 0
         if empty:
             self.current.blank = True
         return empty
 
-    def trains(self) -> bool:
-        """Whether any of the observed parameters is not frozen at the moment."""
-        return any(self.parameter(role).requires_grad for role in self.shadows)
+    def check_fold(self, rows: int) -> None:
+        """Whether so many rows are whole samples."""
+        if rows % self.fold:
+            raise RuntimeError(
+                f"layer '{self.name}' got {rows} rows where {self.fold} consecutive ones are one sample: the batch is "
+                "laid out in another way than when the optimizer was made. Make it anew."
+            )
 
-    def check(self, samples: int, ctx: Any) -> None:
+    def leaves(self, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The leaves to run forward with: samples, uses, weight, bias. A shadow only where the parameter trains."""
+        for role, shadow in self.shadows.items():
+            if shadow.device != device or shadow.dtype != precision(self.parameter(role)):  # the model was moved
+                self._shadow(role)
+        trained = {role: shadow for role, shadow in self.shadows.items() if self.parameter(role).requires_grad}
+        uses = self.uses if torch.compiler.is_compiling() else None
+        return self.samples, uses, trained.get("weight"), trained.get("bias")
+
+    def _shadow(self, role: str) -> None:
+        """Put a shadow beside the parameter of that role, where the parameter now is."""
+        parameter = self.parameter(role)
+        leaf = torch.zeros((), dtype=precision(parameter), device=parameter.device)
+        self.shadows[role] = leaf.expand(() if self.total else parameter.shape).requires_grad_()  # one number of memory
+        self.samples, self.uses = (torch.zeros(shape, device=parameter.device).requires_grad_() for shape in ((), (2,)))
+        self.samples.register_post_accumulate_grad_hook(self.current.arrived)
+
+    # The backward pass.
+
+    def check(self, rows: int, ctx: Any) -> None:
         """Before the moments of a backward pass: is what they would be added to, and what they are, what it seems?"""
+        self.closed(ctx)
         if ctx.spent:
             raise RuntimeError(
                 f"backward ran twice through the same forward pass of layer '{self.name}' (retain_graph=True), which "
                 "would count every sample twice: add the losses up and call backward() once."
             )
         ctx.spent = True
-        # A forward pass that ran inside a backward pass, in a reentrant checkpoint, belongs to that one.
-        self.current.enter(self.name, samples, ctx.outer if ctx.outer != -1 else torch._C._current_graph_task_id())
+        graph = self.current.enter(self.name, rows // ctx.fold, ctx.outer)
+        self.current.due()
+        if graph == self._entered and not self.repeated:
+            self.repeated = True
+            raise RuntimeError(
+                f"layer '{self.name}' was used more than once in one backward pass, which did not show before, as it "
+                "runs in checkpoints with use_reentrant=True: use use_reentrant=False."
+            )
+        self._entered = graph
         if all(self.parameter(role).grad is None for role in self.shadows):
             self.clear()  # left over from a backward pass that no step followed
 
+    def books(self, role: str, fold: int) -> bool:
+        """Whether what is said of this role goes through the ledger."""
+        if role in self.shadows:
+            return self.repeated or fold > 1
+        return role in self.names or role in self.origins
+
+    def book(self, role: str, contributions: Contributions, rows: int, ctx: Any) -> None:
+        """Enter a use into the ledger."""
+        samples = rows // ctx.fold
+        contributions = contributions if ctx.fold == 1 else folded(contributions, ctx.fold)
+        if role in self.origins:
+            sole = not (self.repeated or self.lent)
+            self.ledger.add_derived(ctx.derived[role], samples, contributions, sole=sole, outer=ctx.outer)
+        else:
+            self.ledger.add(self.names[role], samples, contributions, ctx.outer)
+
     def clear(self) -> None:
         """Forget the statistics gathered so far."""
-        for leaf in (self.samples, *self.shadows.values()):
+        for leaf in (self.samples, self.uses, *self.shadows.values()):
             leaf.grad = None
 
 
-def _precision(parameter: Tensor) -> torch.dtype:
-    """What squares are kept in: never half."""
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+def folded(contributions: Contributions, fold: int) -> Contributions:
+    """The contributions of samples that are `fold` consecutive rows each."""
+    return lambda rows: contributions(slice(fold * rows.start, fold * rows.stop)).unflatten(0, (-1, fold)).sum(1)

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from autoopt.moments.norm import by_channel, per_channel
-from autoopt.moments.operation import Moments, moments
+from autoopt.moments.operation import Operation
 
 
 @dataclass(frozen=True)
-class PReLU:
+class PReLU(Operation):
     """(samples, channels, *space), y = x where it is positive, else weight · x: one weight, or one for each channel."""
-
-    lowers = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return torch.prelu(x, weight.to(x.dtype)), (x, weight)
@@ -23,15 +21,14 @@ class PReLU:
         slope = weight if weight.numel() == 1 else per_channel(weight, x)
         return torch.where(x > 0, dy, (slope * dy).to(dy.dtype))
 
-    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         x, weight = kept
         parts = dy * x.clamp(max=0)
-        return moments(
-            parts.reshape(len(parts), -1).sum(1, keepdim=True) if weight.numel() == 1 else by_channel(parts), total
-        )
+        return parts.reshape(len(parts), -1).sum(1, keepdim=True) if weight.numel() == 1 else by_channel(parts)
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        raise AssertionError("a PReLU has no bias")
+    def select(self, kept: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
+        x, weight = kept
+        return x[rows], weight
 
 
 def prepare(layer: nn.PReLU, x: Tensor) -> tuple[PReLU, Tensor]:

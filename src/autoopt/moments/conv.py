@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, moments
-from autoopt.moments.product import added, chunk, gram, gram_pays, gram_total, in_tiles, product_moments
+from autoopt.moments.operation import Moments, Operation
+from autoopt.moments.product import added, chunk, gram, gram_pays, gram_total, in_tiles, product, product_moments
 
 WIDE = 16  # rows of a matrix that are enough for a fast product
 FUNCTION = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -16,7 +16,7 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 
 @dataclass(frozen=True)
-class Conv:
+class Conv(Operation):
     """(samples, in, *space) -> (samples, out, *space)."""
 
     kernel: tuple[int, ...]
@@ -36,16 +36,27 @@ class Conv:
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         (x,) = kept
-        shape = (dy.shape[1], x.shape[1] // self.groups, *self.kernel)
+        shape = self._shape(dy, x)
         if total and self.groups == 1 and self._gram_pays(dy, x, math.prod(shape)):
-            gradient = self._backward(dy, x, x.new_empty(shape), (False, True, False))[1]
-            return Moments(gradient, gram_total(gram(dy.flatten(2).mT), self._window_gram(x, dy.shape[2:])))
+            return Moments(
+                self.weight_gradient(dy, kept), gram_total(gram(dy.flatten(2).mT), self._window_gram(x, dy.shape[2:]))
+            )
         if in_tiles(x) and self.groups == 1 and len(self.kernel) <= 2:
             return self._in_tiles(dy, x, total)
         return self._one_by_one(dy, x, shape, total)
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        return moments(dy.flatten(2).sum(2), total)
+    def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        (x,) = kept
+        return self._backward(dy, x, x.new_empty(self._shape(dy, x)), (False, True, False))[1]
+
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        (x,) = kept
+        delta = dy.flatten(2).unflatten(1, (self.groups, -1))
+        parts = zip(*(part.split(self._at_a_time(dy, x)) for part in (delta, x)), strict=True)
+        return torch.cat([product(d, self.columns(a).mT) for d, a in parts]).reshape(-1, *self._shape(dy, x))
+
+    def bias_contributions(self, dy: Tensor) -> Tensor:
+        return dy.flatten(2).sum(2)
 
     def columns(self, x: Tensor, first: int = 0) -> Tensor:
         """The window that each position saw: (samples, groups, in/groups · kernel, positions).
@@ -64,7 +75,7 @@ class Conv:
     def _one_by_one(self, dy: Tensor, x: Tensor, shape: tuple[int, ...], total: bool) -> Moments:
         delta = dy.flatten(2).unflatten(1, (self.groups, -1)).mT  # (samples, groups, positions, out/groups)
         by_row = self.stride[0] == 1 and math.prod(shape[1:]) >= WIDE * self.kernel[0]
-        size = max(1, chunk(x.device) // (x.shape[1] * delta.shape[2] * math.prod(self.kernel)))
+        size = self._at_a_time(dy, x)
         moments_of = self._by_kernel_row if by_row else self._at_once
         parts = zip(delta.split(size), x.split(size), strict=True)
         gradient, square = added(moments_of(d, a, dy.shape[2], total) for d, a in parts)
@@ -73,6 +84,14 @@ class Conv:
             gradient = gradient.view(rows).movedim(0, 2)
             square = square if total else square.view(rows).movedim(0, 2)
         return Moments(gradient.reshape(shape), square if total else square.reshape(shape))
+
+    def _shape(self, dy: Tensor, x: Tensor) -> tuple[int, ...]:
+        """That of the weight."""
+        return dy.shape[1], x.shape[1] // self.groups, *self.kernel
+
+    def _at_a_time(self, dy: Tensor, x: Tensor) -> int:
+        """How many samples' windows may be held."""
+        return max(1, chunk(x.device) // (x.shape[1] * dy[0, 0].numel() * math.prod(self.kernel)))
 
     def _at_once(self, delta: Tensor, x: Tensor, height: int, total: bool) -> Moments:
         return product_moments(delta, self.columns(x).mT, total)
@@ -134,7 +153,7 @@ class Conv:
 
 
 @dataclass(frozen=True)
-class ConvTranspose:
+class ConvTranspose(Operation):
     """(samples, in, *space) -> (samples, out, *space): the convolution `conv` from its output back to its input.
 
     So its weight is that convolution's, and so are the moments, with the parts of input and output gradient exchanged.
@@ -158,8 +177,16 @@ class ConvTranspose:
         conv, image = self._image(dy)
         return conv.weight_moments(kept[0], (image,), total)
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        return self.conv.bias_moments(dy, total)
+    def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        conv, image = self._image(dy)
+        return conv.weight_gradient(kept[0], (image,))
+
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        conv, image = self._image(dy)
+        return conv.weight_contributions(kept[0], (image,))
+
+    def bias_contributions(self, dy: Tensor) -> Tensor:
+        return self.conv.bias_contributions(dy)
 
     def _image(self, dy: Tensor) -> tuple[Conv, Tensor]:
         """The convolution from dy's space to x's: output padding is what its own padding lacks at the end."""

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, owned, wide
+from autoopt.moments.operation import Moments, Operation, owned, wide
 
 
 @dataclass(frozen=True)
-class Embedding:
+class Embedding(Operation):
     """Indices (samples, *positions) -> (samples, *positions, features)."""
 
     tokens: int
@@ -18,7 +18,7 @@ class Embedding:
     max_norm: float | None
     norm_type: float
 
-    lowers = False
+    positional = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return owned(F.embedding(x, weight, self.padding_idx, self.max_norm, self.norm_type)), (x,)
@@ -27,27 +27,38 @@ class Embedding:
         raise AssertionError("indices have no gradient")
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
-        (x,) = kept
-        padding = -1 if self.padding_idx is None else self.padding_idx
-        gradient = torch.ops.aten.embedding_dense_backward(dy, x, self.tokens, padding, False)
-        token, contribution = self.contributions(x, wide(dy))
+        gradient = self.weight_gradient(dy, kept)
+        token, contribution = self._occurring(kept[0], wide(dy))
         square = contribution.square()
         if total:
             return Moments(gradient, square.sum())
         return Moments(gradient, square.new_zeros(self.tokens, dy.shape[-1]).index_add_(0, token, square))
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        raise AssertionError("an embedding has no bias")
+    def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        (x,) = kept
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        gradient: Tensor = torch.ops.aten.embedding_dense_backward(dy, x, self.tokens, padding, False)
+        return gradient
 
-    def contributions(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        (x,) = kept
+        token = x.reshape(x.shape[0], -1)
+        place = token + self.tokens * torch.arange(token.shape[0], device=x.device).unsqueeze(1)
+        c = wide(dy).new_zeros(token.shape[0] * self.tokens, dy.shape[-1])
+        c.index_add_(0, place.flatten(), self._learned(x, wide(dy)).reshape(-1, dy.shape[-1]))
+        return c.view(token.shape[0], self.tokens, -1)
+
+    def _learned(self, x: Tensor, dy: Tensor) -> Tensor:
+        return dy if self.padding_idx is None else dy * (x != self.padding_idx).unsqueeze(-1)
+
+    def _occurring(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         """For every (sample, token) that occurs, the token and what the sample adds to its row; zeros fill up the rest.
 
         Sorting brings the occurrences of a token in a sample together, so that they are summed before they are squared;
         the shapes do not depend on the data, so nothing waits for the device.
         """
         token = x.reshape(x.shape[0], -1)
-        if self.padding_idx is not None:
-            dy = dy * (x != self.padding_idx).unsqueeze(-1)
+        dy = self._learned(x, dy)
         sample = torch.arange(token.shape[0], device=x.device).unsqueeze(1)
         pair, order = (sample * self.tokens + token).flatten().sort()
         starts = torch.cat([pair.new_zeros(1), (pair[1:] != pair[:-1]).long()])
@@ -57,13 +68,11 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class EmbeddingBag:
+class EmbeddingBag(Operation):
     """Indices (samples, positions) -> (samples, features): the sum or mean of an embedding over the positions."""
 
     embedding: Embedding
     mean: bool
-
-    lowers = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         own, mode = self.embedding, "mean" if self.mean else "sum"
@@ -76,14 +85,20 @@ class EmbeddingBag:
         raise AssertionError("indices have no gradient")
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
-        (x,) = kept
+        return self.embedding.weight_moments(self._at_positions(dy, *kept), kept, total)
+
+    def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        return self.embedding.weight_gradient(self._at_positions(dy, *kept), kept)
+
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        return self.embedding.weight_contributions(self._at_positions(dy, *kept), kept)
+
+    def _at_positions(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The output gradient of the embedding within."""
         if self.mean:
             counted = torch.ones_like(x) if self.embedding.padding_idx is None else x != self.embedding.padding_idx
             dy = dy / counted.sum(1, keepdim=True).clamp(min=1)
-        return self.embedding.weight_moments(dy.unsqueeze(1).expand(*x.shape, -1), kept, total)
-
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        raise AssertionError("an embedding has no bias")
+        return dy.unsqueeze(1).expand(*x.shape, -1)
 
 
 def prepare(layer: nn.Embedding, x: Tensor) -> tuple[Embedding, Tensor]:

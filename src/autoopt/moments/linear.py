@@ -5,15 +5,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, moments, owned, wide
-from autoopt.moments.product import LONG, gram, gram_pays, gram_total, in_tiles, product_moments
+from autoopt.moments.operation import Moments, Operation, owned, wide
+from autoopt.moments.product import LONG, Product, in_tiles, product_moments
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Operation):
     """(samples, *positions, in) -> (samples, *positions, out)."""
 
     lowers = True
+    positional = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return owned(F.linear(x, weight, bias)), (x,)
@@ -27,15 +28,26 @@ class Linear:
             return outer_moments(dy, x, total)
         return sequence_moments(dy.flatten(1, -2), x.flatten(1, -2), total)
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        return moments(dy if dy.dim() == 2 else dy.flatten(1, -2).sum(1), total)
+    def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        return self.weight_use(dy, kept).gradient()
+
+    def weight_use(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Product:
+        (x,) = kept
+        return Product(*(t.unsqueeze(1) if t.dim() == 2 else t.flatten(1, -2) for t in (dy, x)))
+
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        return self.weight_use(dy, kept)(slice(None))
+
+    def bias_contributions(self, dy: Tensor) -> Tensor:
+        return dy if dy.dim() == 2 else dy.flatten(1, -2).sum(1)
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Operation):
     """(samples, *positions, in) -> (samples, *positions, out), by a weight that is stored (in, out)."""
 
     lowers = True
+    positional = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return owned(F.linear(x, weight.T, bias)), (x,)
@@ -46,8 +58,17 @@ class Transposed:
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         return Linear().weight_moments(kept[0], (dy,), total)
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        return Linear().bias_moments(dy, total)
+    def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        return Linear().weight_gradient(kept[0], (dy,))
+
+    def weight_use(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Product:
+        return Linear().weight_use(kept[0], (dy,))
+
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        return Linear().weight_contributions(kept[0], (dy,))
+
+    def bias_contributions(self, dy: Tensor) -> Tensor:
+        return Linear().bias_contributions(dy)
 
 
 def outer_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:
@@ -59,10 +80,10 @@ def outer_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:
 
 def sequence_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:
     """c_i = Σ_t δ_it a_itᵀ, from (samples, positions, out) and (samples, positions, in), in the cheapest way."""
-    positions, outputs, inputs = dy.shape[1], dy.shape[2], x.shape[2]
-    if total and gram_pays(positions**2 * (outputs + inputs), outputs * inputs):
-        return Moments(dy.flatten(0, 1).T @ x.flatten(0, 1), gram_total(gram(dy), gram(x)))
-    if in_tiles(x) and positions <= LONG:
+    use = Product(dy, x)
+    if total and use.gram_pays():
+        return Moments(use.gradient(), use.total())
+    if in_tiles(x) and x.shape[1] <= LONG:
         from autoopt.moments import triton
 
         gradient, square = triton.weight_moments(dy.mT.unsqueeze(2), x.mT.unsqueeze(2), total)  # an image of one row

@@ -6,19 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, fused, moments, wide
+from autoopt.moments.operation import Operation, fused, wide
 
 ONLY_INPUT = (True, False, False)
 
 
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(Operation):
     """Over the last axes, at every position of every sample."""
 
     shape: tuple[int, ...]
     eps: float
 
-    lowers = False
+    positional = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         y, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
@@ -30,24 +30,24 @@ class LayerNorm:
         gradient: Tensor = backward(dy, x, self.shape, mean, rstd, weight, None, ONLY_INPUT)[0]
         return gradient
 
-    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         x, mean, rstd = kept
         if fused(x):
-            return moments(fused_over_positions(dy, x, mean, rstd, len(self.shape)), total)
-        return moments(over_positions(dy * ((x - mean) * rstd), len(self.shape)), total)
+            return fused_over_positions(dy, x, mean, rstd, len(self.shape))
+        return over_positions(dy * ((x - mean) * rstd), len(self.shape))
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        return moments(over_positions(dy, len(self.shape)), total)
+    def bias_contributions(self, dy: Tensor) -> Tensor:
+        return over_positions(dy, len(self.shape))
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(Operation):
     """Over the last axes, at every position of every sample, without a mean."""
 
     shape: tuple[int, ...]
     eps: float | None
 
-    lowers = False
+    positional = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         full = wide(x)
@@ -61,14 +61,11 @@ class RMSNorm:
         gradient = rstd * (scaled - normal * (scaled * normal).mean(self.axes, keepdim=True))
         return gradient.to(x.dtype)
 
-    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         x, rstd = kept
         if fused(x):
-            return moments(fused_over_positions(dy, x, None, rstd, len(self.shape)), total)
-        return moments(over_positions(dy * (x * rstd), len(self.shape)), total)
-
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        raise AssertionError("an RMSNorm has no bias")
+            return fused_over_positions(dy, x, None, rstd, len(self.shape))
+        return over_positions(dy * (x * rstd), len(self.shape))
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -76,13 +73,11 @@ class RMSNorm:
 
 
 @dataclass(frozen=True)
-class GroupNorm:
+class GroupNorm(Operation):
     """Over groups of channels and all positions, within every sample."""
 
     groups: int
     eps: float
-
-    lowers = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = x.contiguous()
@@ -95,17 +90,17 @@ class GroupNorm:
         gradient: Tensor = backward(dy.contiguous(), x, mean, rstd, weight, *self.sizes(x), self.groups, ONLY_INPUT)[0]
         return gradient
 
-    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         x, mean, rstd = kept
         if fused(x):
             per_group = x.shape[1] // self.groups
-            return moments(fused_by_channel(dy, x, mean, rstd, per_group, (self.groups, 0, 1)), total)
+            return fused_by_channel(dy, x, mean, rstd, per_group, (self.groups, 0, 1))
         grouped = x.reshape(x.shape[0], self.groups, -1)
         normal = ((grouped - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)).view_as(x)
-        return moments(by_channel(dy * normal), total)
+        return by_channel(dy * normal)
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        return moments(by_channel(dy), total)
+    def bias_contributions(self, dy: Tensor) -> Tensor:
+        return by_channel(dy)
 
     @staticmethod
     def sizes(x: Tensor) -> tuple[int, int, int]:
@@ -114,7 +109,7 @@ class GroupNorm:
 
 
 @dataclass(frozen=True)
-class BatchNorm:
+class BatchNorm(Operation):
     """Over all samples and positions (training), or with the running statistics (evaluation).
 
     See Note [contributions] for what c_i means where the samples see each other.
@@ -125,8 +120,6 @@ class BatchNorm:
     training: bool
     momentum: float
     eps: float
-
-    lowers = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         y, mean, rstd = torch.native_batch_norm(
@@ -146,14 +139,18 @@ class BatchNorm:
         gradient: Tensor = backward(dy, x, weight, None, None, mean, rstd, True, self.eps, ONLY_INPUT)[0]
         return gradient
 
-    def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         x, mean, rstd = kept
         if fused(x):
-            return moments(fused_by_channel(dy, x, mean, rstd, 1, (0, 0, 1)), total)
-        return moments(by_channel(dy * ((x - per_channel(mean, x)) * per_channel(rstd, x))), total)
+            return fused_by_channel(dy, x, mean, rstd, 1, (0, 0, 1))
+        return by_channel(dy * ((x - per_channel(mean, x)) * per_channel(rstd, x)))
 
-    def bias_moments(self, dy: Tensor, total: bool) -> Moments:
-        return moments(by_channel(dy), total)
+    def select(self, kept: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
+        x, mean, rstd = kept  # the latter two are of all samples together
+        return x[rows], mean, rstd
+
+    def bias_contributions(self, dy: Tensor) -> Tensor:
+        return by_channel(dy)
 
 
 @dataclass(frozen=True)

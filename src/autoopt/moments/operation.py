@@ -7,7 +7,9 @@ and BatchNorm is well defined: the output gradient that reaches row i already ho
 
 import importlib.util
 import os
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,10 @@ HALF = (torch.float16, torch.bfloat16)
 TRITON = os.environ.get("AUTOOPT_TRITON") == "1" and importlib.util.find_spec("triton") is not None
 
 
+Contributions = Callable[[slice], Tensor]
+"""Some of the samples -> what each of them adds to a parameter, (samples, *shape of the parameter)."""
+
+
 class Moments(NamedTuple):
     """Sums over the samples of their contributions c_i to one parameter."""
 
@@ -24,24 +30,51 @@ class Moments(NamedTuple):
     square: Tensor  # Σ_i c_i² elementwise, or its total as a 0-dim tensor
 
 
-class Operation(Protocol):
-    """A layer with its constants bound: forward, and from the gradient of its output all that backward needs."""
+class Operation(ABC):
+    """A layer with its constants bound: forward, and from the gradient of its output all that backward needs.
 
-    @property
-    def lowers(self) -> bool:
-        """Whether autocast runs this operation in its lower precision."""
+    Where the contributions are small, they are all that a layer family has to give; the others say how to get the
+    gradient and the moments without them.
+    """
 
+    lowers: ClassVar[bool] = False  # autocast runs this operation in its lower precision
+    positional: ClassVar[bool] = False  # takes any axes between that of the samples and those of the features
+
+    @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output, and the tensors that the methods below take as `kept`."""
 
+    @abstractmethod
     def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
         """The gradient with respect to x."""
 
+    @abstractmethod
+    def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        """c_i of the weight, (samples, *shape of the weight)."""
+
+    def bias_contributions(self, dy: Tensor) -> Tensor:
+        """c_i of the bias, (samples, *shape of the bias)."""
+        raise AssertionError(f"{type(self).__name__} has no bias")
+
+    def select(self, kept: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
+        """What was kept of some samples."""
+        return tuple(tensor[rows] for tensor in kept)
+
+    def weight_use(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Contributions:
+        """`weight_contributions`, to be asked for a few samples at a time."""
+        return lambda rows: self.weight_contributions(dy[rows], self.select(kept, rows))
+
+    def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        """Σ_i c_i of the weight."""
+        return self.weight_contributions(dy, kept).sum(0)
+
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         """The moments of the weight; `total` asks for the sum of the squares only."""
+        return moments(self.weight_contributions(dy, kept), total)
 
     def bias_moments(self, dy: Tensor, total: bool) -> Moments:
         """The moments of the bias."""
+        return moments(self.bias_contributions(dy), total)
 
 
 def owned(output: Tensor) -> Tensor:
@@ -50,8 +83,13 @@ def owned(output: Tensor) -> Tensor:
     return fresh
 
 
+def precision(x: Tensor) -> torch.dtype:
+    """What squares are kept in: never half."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def wide(x: Tensor) -> Tensor:
-    """x in the precision that squares are taken in: never half."""
+    """x in the precision that squares are taken in."""
     return x.float() if x.dtype in HALF else x
 
 

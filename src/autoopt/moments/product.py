@@ -7,12 +7,13 @@ Three exact ways:
 - fused: a Triton kernel that keeps a tile of c_i in registers. Half precision on CUDA, where c_i would fill the memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autoopt.moments.operation import HALF, TRITON, Moments, fused, moments, wide
+from autoopt.moments.operation import HALF, TRITON, Contributions, Moments, fused, moments, wide
 
 CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 26  # elements held at once: what fits into a cache; what fills a GPU
 BALANCE = 64  # multiplications that cost as much as the traffic of one element of c_i
@@ -22,6 +23,39 @@ LONG = 512  # positions, from which on c_i costs more to compute than to write a
 def chunk(device: torch.device) -> int:
     """How many elements, of c_i or of what they are made of, a rule may hold at once."""
     return CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
+
+
+@dataclass(frozen=True)
+class Product:
+    """The contributions c_i = Σ_t δ_it a_itᵀ, which need not be formed to be joined with others, or for their total."""
+
+    delta: Tensor  # (samples, positions, out)
+    a: Tensor  # (samples, positions, in)
+
+    def __call__(self, rows: slice) -> Tensor:
+        return product(self.delta[rows].mT, self.a[rows])
+
+    def gradient(self) -> Tensor:
+        """Σ_i c_i."""
+        return self.delta.flatten(0, 1).T @ self.a.flatten(0, 1)
+
+    def gram_pays(self) -> bool:
+        """Whether `total` costs less than the contributions."""
+        positions, outputs, inputs = *self.delta.shape[1:], self.a.shape[2]
+        return gram_pays(positions**2 * (outputs + inputs), outputs * inputs)
+
+    def total(self) -> Tensor:
+        """Σ_i c_i² in total, by the Gram form."""
+        return gram_total(gram(self.delta), gram(self.a))
+
+
+def joined(uses: Sequence[Contributions]) -> list[Contributions]:
+    """The same contributions by fewer uses: a sum of products is one product, over the positions of all of them."""
+    products = [use for use in uses if isinstance(use, Product)]
+    if len(products) < 2:
+        return list(uses)
+    one = Product(torch.cat([use.delta for use in products], 1), torch.cat([use.a for use in products], 1))
+    return [one, *(use for use in uses if not isinstance(use, Product))]
 
 
 def product_moments(delta: Tensor, a: Tensor, total: bool) -> Moments:

@@ -33,11 +33,6 @@ FOREIGN: dict[str, Prepare] = {  # layers of libraries that are not imported her
     "transformers.pytorch_utils.Conv1D": linear.prepare_transposed,
 }
 
-COVERED = (
-    "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, Embedding, EmbeddingBag, LayerNorm, RMSNorm, GroupNorm, "
-    "BatchNorm1d/2d/3d, InstanceNorm1d/2d/3d and PReLU"
-)
-
 
 def register(layer: type[nn.Module], prepare: Prepare) -> None:
     """Give a layer class, one that has a forward of its own, a rule."""

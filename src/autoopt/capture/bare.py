@@ -1,0 +1,161 @@
+"""Parameters that no layer rule covers: class tokens, position embeddings, layer scales, a user's own F.linear.
+
+The modules that hold them, and the model itself, run under a `Watch`. Their classes are swapped as those of the covered
+layers are. A model without such parameters is watched once, to see whether its layers have to be (a layer that sees
+the same for all samples, as position embeddings do; a parameter that is used outside of its layer; samples that are not
+on the first axis). A compiled model runs what has to be watched between its graphs.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from autoopt.capture.current import observable
+from autoopt.capture.distributed import active_group
+from autoopt.capture.generated import restore, stands_for, subclass
+from autoopt.capture.ledger import Ledger
+from autoopt.capture.rowwise import Plan
+from autoopt.capture.site import Site
+from autoopt.capture.watch import Watch
+
+WATCHED = "_autoopt_watched"
+WRAPPERS = (DistributedDataParallel, DataParallel, torch._dynamo.OptimizedModule)
+
+
+class Bare:
+    """The modules of a model that are watched for one optimizer.
+
+    Args:
+        model: the model that is trained.
+        ledger: is told of what is seen, for the parameters that it has an account for.
+        sites: the layers that have rules.
+    """
+
+    def __init__(self, model: nn.Module, ledger: Ledger, sites: Mapping[str, Site]) -> None:
+        self.model, self.ledger, self.sites = model, ledger, sites
+        self.root = model
+        while isinstance(self.root, WRAPPERS):
+            self.root = next(self.root.children())
+        self.names: dict[nn.Module, str] = {}  # of the watched modules
+        self.holding: set[nn.Module] = set()  # those of them that hold parameters without a rule
+        self.everywhere = False  # the whole model has to be watched
+        self._looked = False  # it was watched once
+        self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
+        self.placed: set[Site] = set()  # layers that were told where their samples are
+        self.axis_of: Callable[[nn.Module], int] = lambda module: 0  # that of the samples in a module's inputs
+        self._holders: dict[str, Site] = {}  # name of a parameter -> a layer that has it
+        self._known = 0  # sites when that was made
+        self._opened: dict[int, int] = {}  # backward passes before -> forward passes since
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a module is nobody's."""
+
+    def watch(self, path: str) -> None:
+        """Watch the module of that name, which holds a parameter without a rule, wherever it is used."""
+        module = self.model.get_submodule(path)
+        while type(module).forward is nn.Module.forward:  # a ParameterList: its parent uses what it holds
+            if not path:
+                break
+            path = path.rpartition(".")[0]
+            module = self.model.get_submodule(path)
+        self.holding.add(module)
+        self.everywhere = True
+        self._swap(module, path)
+
+    def look(self) -> None:
+        """Watch the whole model, at least once."""
+        self._swap(self.root, type(self.root).__name__)
+
+    def _swap(self, module: nn.Module, name: str) -> None:
+        if module not in self.names and not any(site.layer is module for site in self.sites.values()):
+            self.names[module] = name
+            if all(stands_for(cls) != WATCHED for cls in type(module).__mro__):
+                module.__class__ = _watched(type(module))  # type: ignore[arg-type]
+            vars(module)[WATCHED] = (*vars(module).get(WATCHED, ()), self)
+
+    def borrowed(self, parameter: nn.Parameter) -> bool:
+        """Samples met this parameter outside of its layer: if it has one, it has to expect other uses."""
+        if len(self.sites) != self._known:
+            self._known = len(self.sites)
+            self._holders = {name: site for site in self.sites.values() for name in site.names.values()}
+        site = self._holders.get(self.ledger.names.get(parameter, ""))
+        if site is not None:
+            site.repeated = True
+        return site is not None
+
+    def has_to_watch(self, module: nn.Module) -> bool:
+        """Whether the module cannot run in a compiled graph."""
+        return module in self.holding or (module is self.root and self.everywhere and not self.holding)
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pass of a watched module."""
+        current, whole = self.ledger.current, module is self.root
+        if current.watch is not None or (self._looked and not self.everywhere):
+            return forward(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        watch = Watch(self, tensors, self.names[module], self.axis_of(module))
+        if watch.samples == 0:
+            current.blank |= any(tensor.numel() == 0 for tensor in tensors)
+            return forward(*args, **kwargs)
+        current.group = active_group() or current.group
+        current.watch = watch
+        try:
+            with watch:
+                result = forward(*args, **kwargs)
+        finally:
+            current.watch = None
+        self._looked |= whole
+        self.everywhere |= watch.needed or bool(watch.uses)
+        return watch.close(result, whole=whole)
+
+    def alone(self) -> Callable[[], bool]:
+        """Whether the forward pass that begins is the only one before the next backward pass; asked in that one."""
+        count = self.ledger.current.count
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint runs a part again, and maybe others too
+        self._opened = {count: self._opened.get(count, 0) + 1}
+        return lambda: not again and self._opened.get(count) == 1
+
+    def lost(self) -> str | None:
+        """The name of a module that no longer reports here: it was detached, or another optimizer took it over."""
+        for module in self.holding:
+            others = vars(module).get(WATCHED, ())
+            later = others[others.index(self) + 1 :] if self in others else (self,)
+            if any(other.ledger.names.keys() & self.ledger.names.keys() for other in later):
+                return self.names[module]
+        return None
+
+    def detach(self) -> None:
+        """Leave the modules; those that nobody else watches get their own classes back."""
+        for module in self.names:
+            others = tuple(other for other in vars(module).pop(WATCHED, ()) if other is not self)
+            if others:
+                vars(module)[WATCHED] = others
+            restore(module)
+
+
+@functools.cache
+def _watched(plain: type[Any]) -> type[nn.Module]:
+    """The subclass of a module class whose forward runs under the Watch of each optimizer."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bares: tuple[Bare, ...] = self.__dict__.get(WATCHED, ()) if observable() else ()
+        if torch.compiler.is_compiling():
+            bares = tuple(bare for bare in bares if bare.has_to_watch(self))
+            if bares:
+                return eagerly(bares, self, args, kwargs)
+        return run(bares, self, args, kwargs)
+
+    def run(bares: tuple[Bare, ...], self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The latest looks first."""
+        if not bares:
+            return plain.forward(self, *args, **kwargs)
+        first, *rest = bares
+        return first.run(self, lambda *a, **k: run(tuple(rest), self, a, k), args, kwargs)
+
+    eagerly = torch._dynamo.disable(run)
+    return subclass(plain, forward, WATCHED)

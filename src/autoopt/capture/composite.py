@@ -1,0 +1,135 @@
+"""Layers that use several parameters, or one parameter several times, in one call: recurrent layers and attention.
+
+Such a call has parts, each an autograd function of its own, whose backward pass tells the ledger what samples add.
+Dynamo does not look inside: in a compiled model the layer runs between two graphs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from autoopt.capture.copies import enter
+from autoopt.capture.site import Site
+from autoopt.moments import Contributions, Product
+from autoopt.moments.linear import Linear
+from autoopt.moments.operation import moments, owned
+
+
+class Composite(Site):
+    """A layer whose call consists of parts. Its parameters have no shadows.
+
+    A part's context has `part`, its name in the layer, beside what any site's has: `outer`, `fold` and `spent`.
+    """
+
+    eager = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.shared: set[str] = set()  # names of parameters that other layers hold too
+        self._parts: dict[str, int] = {}  # part -> the backward pass that last used it
+
+    def observe(self, role: str, name: str, *, shared: bool) -> None:
+        """Report on the parameter that has this role; `shared`: other layers hold it too."""
+        self.names[role] = name
+        if shared:
+            self.shared.add(name)
+
+    def parameter(self, role: str) -> nn.Parameter:
+        """A parameter of the layer, or of a child that it takes parameters of without calling it."""
+        owner, _, key = role.rpartition(".")
+        parameter = getattr(self.layer.get_submodule(owner), key)
+        if not isinstance(parameter, nn.Parameter):
+            raise RuntimeError(
+                f"'{role}' of layer '{self.name}' is no parameter any more (a parametrization, pruning): call the "
+                "optimizer's detach() before such a change, and make it anew after."
+            )
+        return parameter
+
+    def check(self, rows: int, ctx: Any) -> None:
+        """As in any site, for each part on its own."""
+        self._entered = self._parts.get(ctx.part, -1)
+        super().check(rows, ctx)
+        self._parts[ctx.part] = self._entered
+
+    def product(self, weight: Tensor, use: Product, ctx: Any) -> Tensor:
+        """The gradient of a weight, whose contributions are reported."""
+        name = self.sole(weight)
+        if name is not None:
+            gradient, square = Linear().weight_moments(use.delta, (use.a,), self.total)
+            self.ledger.add_square(name, len(use.delta), square, ctx.outer)
+            return gradient
+        self.enter(weight, len(use.delta), use, ctx)
+        return use.gradient()
+
+    def sum(self, bias: Tensor, c: Tensor, ctx: Any) -> Tensor:
+        """The gradient of a bias, whose contributions c are reported."""
+        name = self.sole(bias)
+        if name is not None:
+            gradient, square = moments(c, self.total)
+            self.ledger.add_square(name, len(c), square, ctx.outer)
+            return gradient
+        self.enter(bias, len(c), c.__getitem__, ctx)
+        return c.sum(0)
+
+    def sole(self, tensor: Tensor) -> str | None:
+        """The name of a parameter of which no other use is to be expected in this backward pass; of others None."""
+        name = self.ledger.names.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        return None if self.repeated or name in self.shared else name
+
+    def enter(self, tensor: Tensor, samples: int, contributions: Contributions, ctx: Any) -> None:
+        """Enter one of several uses of a parameter, or of what is computed from parameters, into the ledger."""
+        enter(self.ledger, tensor, samples, contributions, ctx.outer)
+
+
+class LinearUse(torch.autograd.Function):
+    """x Wᵀ + b as a part of a call, over (samples, features) or (samples, positions, features).
+
+    `of_weight` and `of_bias` report the contributions to W and b and return the gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        site: Composite,
+        part: str,
+        of_weight: Callable[[Product, Any], Tensor],
+        of_bias: Callable[[Tensor, Any], Tensor] | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[4] else None)
+        ctx.site, ctx.of_weight, ctx.of_bias = site, of_weight, of_bias
+        describe(ctx, part)
+        return owned(F.linear(x, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.site.check(len(dy), ctx)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[4:]
+        dx = dy @ weight if needs_x else None
+        dw = ctx.of_weight(Linear().weight_use(dy, (x,)), ctx) if needs_weight else None
+        db = ctx.of_bias(Linear().bias_contributions(dy), ctx) if needs_bias else None
+        return None, None, None, None, dx, dw, db
+
+
+def describe(ctx: Any, part: str) -> None:
+    """What a site asks of a part's context."""
+    ctx.part, ctx.fold = part, 1
+    ctx.site.opened(ctx)
+
+
+def lowered(*tensors: Tensor | None) -> list[Any]:
+    """What autocast does to the operands of a linear layer, done where autograd sees it."""
+    x = tensors[0]
+    assert x is not None
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return list(tensors)
+    lower = torch.get_autocast_dtype(x.device.type)
+    return [None if tensor is None else tensor.to(lower) for tensor in tensors]

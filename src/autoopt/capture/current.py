@@ -1,0 +1,102 @@
+"""The backward pass that is under way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NOT_SAMPLES = (
+    "so it is not clear which rows belong to one sample. The first axis of every layer's input must be the batch: "
+    "reshape (batch · time, features) to (batch, time, features) before the layer."
+)
+
+
+def observable() -> bool:
+    """Whether a forward pass is one that a backward pass into `.grad` may follow."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return torch.is_grad_enabled()
+    return not torch._C._get_tracing_state() and torch._C._functorch.maybe_current_level() is None
+
+
+def executes(node: Any) -> bool:
+    """Whether the backward pass that runs this reaches a node of the graph. Those that it gives back it does not."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what torch says of leaves that autograd.grad was asked for
+        return False
+
+
+@dataclass
+class Pass:
+    """What is known of the backward pass that is under way, shared by all that report to an optimizer.
+
+    Wrong statistics would train badly without a word, so what cannot be done exactly is refused.
+    """
+
+    ended: Callable[[], None]  # called at the end of each backward pass
+    graph: int = -1  # autograd's number for it; they rise
+    queued: int = -1  # the pass at whose end `ended` is already due
+    count: int = 0  # passes that came to their end
+    unfinished: bool = False  # it began and has not ended: an error on the way
+    blank: bool = False  # an empty batch passed, whose gradients of zero come without statistics
+    samples: int = 0
+    first: str = ""
+    gathered: int = 0  # samples of all passes since the statistics were cleared
+    group: "dist.ProcessGroup | None" = None  # the ranks that share the batch
+    watch: Any = None  # the Watch that looks at the forward pass under way, if one does
+    entrance: Any = None  # the Entrance that says where the samples lie in the layers' inputs
+
+    def due(self) -> None:
+        """Have `ended` called when the backward pass that runs this ends."""
+        graph = torch._C._current_graph_task_id()
+        if graph != self.queued:
+            self.queued = graph
+            torch.autograd.Variable._execution_engine.queue_callback(self.ended)
+
+    def arrived(self, leaf: Tensor) -> None:
+        """A layer's statistics were accumulated; also in a compiled backward pass, which does not call `enter`."""
+        self.due()
+
+    def enter(self, name: str, samples: int, outer: int = -1) -> int:
+        """A layer's or a parameter's backward begins, with so many samples. Returns autograd's number for the pass.
+
+        A forward pass that ran inside a backward pass, in a reentrant checkpoint, belongs to that one: `outer`.
+        """
+        graph = outer if outer != -1 else torch._C._current_graph_task_id()
+        if graph != self.graph:
+            self._begin(graph, name, samples)
+        if samples != self.samples:
+            raise RuntimeError(
+                f"layer '{name}' got {samples} rows where '{self.first}' got {self.samples} in the same backward pass, "
+                f"{NOT_SAMPLES}"
+            )
+        return graph
+
+    def _begin(self, graph: int, name: str, samples: int) -> None:
+        self.unfinished = True
+        self._refuse_nested(graph)
+        self.graph, self.samples, self.first = graph, samples, name
+        self.gathered += samples
+
+    def whole(self) -> bool:
+        """Whether the pass that ends now is all that is under way, not a part that a reentrant checkpoint runs."""
+        graph = torch._C._current_graph_task_id()
+        self._refuse_nested(graph)
+        return not (self.unfinished and graph > self.graph)
+
+    def _refuse_nested(self, graph: int) -> None:
+        """A forward pass knows the backward pass that ran it, but not whether that is a part of yet another one."""
+        if graph < self.graph:
+            self.unfinished = True
+            raise RuntimeError(
+                "a checkpoint lies in a checkpoint, both with use_reentrant=True, so that it is not clear which uses "
+                "of a layer belong to one backward pass. Use use_reentrant=False."
+            )
+
+    def finish(self) -> None:
+        """The pass came to its end."""
+        self.count += 1
+        self.unfinished = False

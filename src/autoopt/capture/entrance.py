@@ -1,0 +1,172 @@
+"""Where a forward pass enters the model, and with what: there the layouts of the layers are probed, and N is known.
+
+A user may call the model or only a part of it, so every module that holds an observed layer is an entrance: its class
+is swapped as a layer's is, and the outermost one that is called is where the pass enters. The probe runs there if it
+holds layers whose layout is not known yet, and again when a pass reaches one that the probe did not. A layer that is
+called on its own has nothing to probe: the first axis is the batch. A compiled pass cannot be probed: it uses what an
+eager one found before, or else the first axis everywhere.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from autoopt.capture.composite import Composite
+from autoopt.capture.current import observable
+from autoopt.capture.generated import restore, stands_for, subclass
+from autoopt.capture.probe import batch_size, probe
+from autoopt.capture.rerun import patient
+from autoopt.capture.site import Site
+
+ENTRANCE = "_autoopt_entrance"
+# Wrappers: what they call is the entrance. And lists, which are never called.
+PASSED = (DistributedDataParallel, DataParallel, torch._dynamo.OptimizedModule, nn.ModuleList, nn.ModuleDict)
+
+
+class Entrance:
+    """Watches where a model is entered, and gives its sites their layouts.
+
+    Args:
+        model: the model.
+        sites: path of a layer -> its site; may grow, then `watch` again.
+    """
+
+    probes = True  # False leaves every site the layout that it has
+
+    def __init__(self, model: nn.Module, sites: Mapping[str, Site]) -> None:
+        self.model, self.sites = model, sites
+        self.modules: list[nn.Module] = []
+        self.known: set[str] = set()  # paths of the layers that a probe reached
+        self.samples: int | None = None  # N of the forward pass that entered last
+        self._axes: dict[int, int] = {}  # id of a module that was probed -> axis of the samples in its inputs
+        self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the one that is under way
+        self._asked: set[tuple[int, str]] = set()  # id of an entrance that was probed for a layer, path of the layer
+        self._doubt: str | None = None
+        self._folds = False  # some layer is given several rows of each sample
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a module is nobody's."""
+
+    def watch(self) -> None:
+        """Make entrances of all modules that hold a site. Theirs is the outermost of the classes that stand in."""
+        for path in self.sites:
+            for module in _around(self.model, path):
+                if isinstance(module, PASSED):
+                    continue
+                if stands_for(type(module)) != ENTRANCE:
+                    module.__class__ = _entered(type(module))  # type: ignore[arg-type]
+                others = vars(module).get(ENTRANCE, ())
+                if self not in others:
+                    vars(module)[ENTRANCE] = (*others, self)
+                    self.modules.append(module)
+
+    def detach(self) -> None:
+        """Leave the modules; those that nobody else watches get their own classes back."""
+        for module in self.modules:
+            others = tuple(other for other in vars(module).pop(ENTRANCE, ()) if other is not self)
+            if others:
+                vars(module)[ENTRANCE] = others
+            restore(module)
+        self.modules = []
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A module is called. Returns whether it is the outermost: then `leave` is to follow."""
+        if self._call is not None or not observable():
+            return False
+        self._call = module, args, kwargs
+        try:
+            if len(self.known) < len(self.sites) and any(
+                path not in self.known and (id(module), path) not in self._asked for path in self._within(module)
+            ):
+                self._probe()
+        except BaseException:
+            self._call = None
+            raise
+        self.note(module, args, kwargs)
+        return True
+
+    def leave(self, *, failed: bool) -> None:
+        """The call ended."""
+        self._call = None
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and not failed:  # a pass that fails does so in the probe, too
+            warnings.warn(doubt, stacklevel=2)
+
+    def reach(self, site: Site) -> None:
+        """A pass reaches a layer."""
+        if site.name not in self.known and self._call is not None:
+            with ExitStack() as stack:
+                if site.current.watch is not None:  # it is to see the pass itself alone
+                    stack.enter_context(torch._C.DisableTorchFunction())
+                self._probe()
+            self.known.add(site.name)  # if only by its name, as there is nothing more to learn
+
+    def axis(self, module: nn.Module) -> int:
+        """That of the samples in the inputs of a module."""
+        return self._axes.get(id(module), 0)
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """How many samples enter, if some layer needs to know and it is here that they were found to."""
+        if self._folds and id(module) in self._axes:
+            self.samples = batch_size(tree_leaves((args, kwargs)), self._axes[id(module)])
+
+    def _within(self, module: nn.Module) -> Iterator[str]:
+        inside = set(module.modules())
+        return (path for path, site in self.sites.items() if site.layer in inside)
+
+    def _probe(self) -> None:
+        assert self._call is not None
+        module, args, kwargs = self._call
+        if not self.probes or batch_size(tree_leaves((args, kwargs)), 0) == 0:
+            return
+        layers = {path: self.sites[path].layer for path in self._within(module)}
+        with patient():
+            found = probe(module, args, kwargs, layers)
+        self._asked |= {(id(module), path) for path in layers}
+        self._axes[id(module)], self._doubt = found.axis, found.doubt
+        self.known |= found.layouts.keys() or layers.keys()  # where it cannot run, it cannot run again
+        for path, layout in found.layouts.items():
+            site = self.sites[path]
+            if layout is not None and not isinstance(site, Composite):  # those know by themselves
+                site.axis, site.fold, site.strided = layout
+                site.folded, site.settled = site.fold > 1, path in found.shown
+                self._folds |= site.folded
+
+
+def _around(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The modules that hold the one of that path."""
+    module = model
+    for name in path.split(".") if path else ():
+        yield module
+        module = getattr(module, name)
+
+
+@functools.cache
+def _entered(plain: type[Any]) -> type[nn.Module]:
+    """The subclass of a module class whose forward tells the entrances."""
+
+    @functools.wraps(plain.forward)  # some look at the names of the arguments
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        entrances = self.__dict__.get(ENTRANCE, ())
+        if torch.compiler.is_compiling():
+            for entrance in entrances:
+                entrance.note(self, args, kwargs)  # which call is the outermost is not known there
+            return plain.forward(self, *args, **kwargs)
+        opened = [entrance for entrance in entrances if entrance.enter(self, args, kwargs)]
+        failed = True
+        try:
+            output = plain.forward(self, *args, **kwargs)
+            failed = False
+        finally:
+            for entrance in opened:
+                entrance.leave(failed=failed)
+        return output
+
+    return subclass(plain, forward, ENTRANCE)

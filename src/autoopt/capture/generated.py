@@ -1,0 +1,51 @@
+"""Subclasses that stand in for a module's class while an optimizer is attached to the module."""
+
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+KEY, ORIGIN = "_autoopt_key", "_autoopt_origin"  # of a generated class: what it was made for, the class at its root
+
+
+def subclass(plain: type[Any], forward: Callable[..., Any], key: str) -> type[nn.Module]:
+    """A class whose instances run `forward`, and whose copies and pickles are plain again, without the entry `key`.
+
+    It may stand for another such class.
+    """
+    origin = vars(plain).get(ORIGIN, plain)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = super(generated, self).__reduce_ex__(protocol)
+        _, _, state, *rest = reduced
+        state = {name: value for name, value in state.items() if name != key}
+        return copyreg._reconstructor, (origin, object, None), state, *rest  # type: ignore[attr-defined]
+
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        copied: nn.Module = plain.__deepcopy__(self, memo)
+        copied.__class__ = origin
+        copied.__dict__.pop(key, None)
+        return copied
+
+    body: dict[str, Any] = {
+        "forward": functools.wraps(plain.forward)(forward), "__reduce_ex__": reduce_ex,
+        "__module__": plain.__module__, "__doc__": plain.__doc__,
+        KEY: key, ORIGIN: origin,
+    }  # fmt: skip
+    if hasattr(plain, "__deepcopy__"):  # that of a parametrized layer keeps the class
+        body["__deepcopy__"] = deepcopy
+    generated: type[nn.Module] = type(plain.__name__, (plain,), body)
+    return generated
+
+
+def stands_for(cls: type[nn.Module]) -> str | None:
+    """The entry that a class was generated for; None for a class that somebody wrote."""
+    return vars(cls).get(KEY)
+
+
+def restore(module: nn.Module) -> None:
+    """Give a module its own class back, if none of those that stand for it has an entry left."""
+    if not any(vars(cls).get(KEY) in vars(module) for cls in type(module).__mro__):
+        module.__class__ = vars(type(module)).get(ORIGIN, type(module))

@@ -1,0 +1,206 @@
+"""Parameters that a sample reaches in several ways: what it adds in all of them is summed before it is squared.
+
+A layer that is called twice, a weight that two layers share, a weight that is computed from other parameters: there
+Σ_i c_i² is not the sum over the uses of their own Σ_i c_i². So each use enters what every sample adds in it, as a
+function that is asked for a few samples at a time; at the end of the backward pass the entries of a parameter are
+added up, squared and forgotten.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoopt.capture.audit import Audit
+from autoopt.capture.current import Pass, executes
+from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
+
+
+class Ledger:
+    """The uses of parameters in the backward pass that is under way, and the second moments of those before.
+
+    Uses of one parameter in one pass are by the same samples: row i of each belongs to sample i.
+
+    Args:
+        current: the pass that the sites share.
+        total: only the total of Σ_i c_i² is asked for.
+    """
+
+    def __init__(self, current: Pass, *, total: bool) -> None:
+        self.current, self.total = current, total
+        self.parameters: dict[str, nn.Parameter] = {}  # all that may be entered
+        self.names: dict[nn.Parameter, str] = {}
+        self.squares: dict[str, Tensor] = {}  # Σ_i c_i² since the last clear, elementwise or in total
+        self.samples: dict[str, Tensor] = {}  # N behind it, a 0-dim tensor on the device
+        self.audit = Audit()
+        self._uses: dict[str, list[Contributions]] = {}
+        self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
+        self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `_adds_to` found
+        self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
+
+    def keep(self, name: str, parameter: nn.Parameter) -> None:
+        """Have an account for a parameter."""
+        self.parameters[name] = parameter
+        self.names[parameter] = name
+
+    def add(self, name: str, samples: int, contributions: Contributions, outer: int = -1) -> None:
+        """Enter one use of a parameter, during a backward pass. `outer`: see `Pass.enter`."""
+        if not self._adds_to(name):
+            return
+        graph = self._open(name, samples, outer)
+        if self._squared.get(name) == graph:
+            raise RuntimeError(_late(name))
+        self._uses.setdefault(name, []).append(contributions)
+        self._rows = samples
+
+    def add_square(self, name: str, samples: int, square: Tensor, outer: int = -1) -> None:
+        """Enter Σ_i c_i² of a parameter that has no other use in this pass."""
+        if not self._adds_to(name):
+            return
+        graph = self._open(name, samples, outer)
+        if self._squared.get(name) == graph or name in self._uses:
+            raise RuntimeError(_late(name))
+        self._squared[name] = graph
+        self._book(name, samples, square)
+
+    def add_derived(
+        self, derived: Tensor, samples: int, contributions: Contributions, *, sole: bool, outer: int = -1
+    ) -> None:
+        """Enter one use of a tensor that was computed from parameters.
+
+        The graph behind it is there only during the backward pass, so what the samples add is pulled back at once, and
+        kept until the end of the pass, unless this is the `sole` use of those parameters.
+        """
+        names = [self.names[parameter] for parameter in sources(derived) if parameter in self.names]
+        names = [name for name in names if self._adds_to(name)]
+        if not names:
+            return
+        parameters = [self.parameters[name] for name in names]
+        pulled = (pull_back(derived, parameters, contributions(rows)) for rows in slices(samples, derived))
+        if sole:
+            squares: dict[str, Tensor] = {}
+            for part in pulled:
+                for name, c in zip(names, part, strict=True):
+                    if c is not None:
+                        squares[name] = squares.get(name, 0) + _square(c, self.total)
+            for name, square in squares.items():
+                self.add_square(name, samples, square, outer)
+            return
+        for name, *parts in zip(names, *pulled, strict=True):
+            if parts[0] is not None:
+                self.add(name, samples, torch.cat(parts).__getitem__, outer)
+
+    def settle(self) -> None:
+        """The backward pass ended: sum the uses of each parameter, square, add to what earlier passes left."""
+        uses, self._uses = self._uses, {}
+        with torch.no_grad():
+            if self.current.group is None:  # else the gradients are averages over ranks
+                self.audit.check(uses, self._rows, self.parameters)
+            for name, entered in uses.items():
+                self._book(name, self._rows, second_moment(entered, self._rows, self.parameters[name], self.total))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.squares, self.samples = {}, {}
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget the uses of a pass that did not come to its end."""
+        self._uses = {}
+        self.audit.drop()
+
+    def _adds_to(self, name: str) -> bool:
+        """Whether the pass that runs this adds to the parameter's gradient. `autograd.grad` does not."""
+        graph = torch._C._current_graph_task_id()
+        if self._added[0] != graph:
+            self._added = graph, {}
+        found = self._added[1]
+        if name not in found:
+            found[name] = executes(torch.autograd.graph.get_gradient_edge(self.parameters[name]).node)
+        return found[name]
+
+    def _open(self, name: str, samples: int, outer: int) -> int:
+        graph = self.current.enter(name, samples, outer)
+        self.current.due()
+        if graph != self._graph:
+            self._graph = graph
+            self._drop()
+        self.audit.open(name, self.parameters[name])
+        if self.parameters[name].grad is None and name not in self._uses:  # left from a pass that no step followed
+            self.squares.pop(name, None)
+            self.samples.pop(name, None)
+        return graph
+
+    def _book(self, name: str, samples: int, square: Tensor) -> None:
+        count = torch.full((), samples, dtype=torch.float32, device=square.device)
+        known = name in self.squares
+        self.squares[name] = self.squares[name] + square if known else square
+        self.samples[name] = self.samples[name] + count if known else count
+
+
+def _late(name: str) -> str:
+    return (
+        f"parameter '{name}' was used more than once in one backward pass, which its forward passes did not show: run "
+        "all of its forward passes right before their backward pass."
+    )
+
+
+def second_moment(uses: Sequence[Contributions], samples: int, parameter: Tensor, total: bool) -> Tensor:
+    """Σ_i c_i² with c_i = Σ over the uses, a few samples at a time."""
+    uses = joined(uses)
+    if total and len(uses) == 1 and isinstance(uses[0], Product) and uses[0].gram_pays():
+        return uses[0].total().to(precision(parameter))
+    square = torch.zeros(() if total else parameter.shape, dtype=precision(parameter), device=parameter.device)
+    for rows in slices(samples, parameter):
+        c = wide(uses[0](rows))
+        for use in uses[1:]:
+            c = c + use(rows)
+        square += _square(c, total)
+    return square
+
+
+def _square(contributions: Tensor, total: bool) -> Tensor:
+    """Σ_i c_i², elementwise or in total."""
+    c = wide(contributions)
+    return c.flatten().dot(c.flatten()) if total else c.square().sum(0)
+
+
+def slices(samples: int, parameter: Tensor) -> Iterable[slice]:
+    """The samples, as many at a time as may be held."""
+    size = max(1, chunk(parameter.device) // max(1, parameter.numel()))
+    return (slice(start, min(start + size, samples)) for start in range(0, samples, size))
+
+
+def sources(derived: Tensor) -> list[nn.Parameter]:
+    """The trainable parameters that a tensor was computed from."""
+    if derived.grad_fn is None:
+        return [derived] if isinstance(derived, nn.Parameter) and derived.requires_grad else []
+    found: dict[int, nn.Parameter] = {}
+    seen: set[Any] = set()
+    ahead: list[Any] = [derived.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of an AccumulateGrad node: the leaf
+        if isinstance(variable, nn.Parameter):
+            found[id(variable)] = variable
+        ahead += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+def pull_back(derived: Tensor, parameters: Sequence[nn.Parameter], c: Tensor) -> list[Tensor | None]:
+    """What samples that add c (samples, *shape of `derived`) to a tensor add to the parameters it was computed from.
+
+    To be called in a backward pass, before the engine has freed the graph behind `derived`.
+    """
+    back = functools.partial(torch.autograd.grad, derived, parameters, retain_graph=True, allow_unused=True)
+    c = c.to(derived.dtype)
+    try:
+        return list(back(grad_outputs=c, is_grads_batched=True))
+    except RuntimeError:  # not every backward function of a user's own can run for many samples at once
+        each = zip(*(back(grad_outputs=one) for one in c), strict=True)
+        return [None if parts[0] is None else torch.stack(parts) for parts in each]

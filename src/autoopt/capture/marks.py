@@ -1,0 +1,41 @@
+"""Notes on tensors that a Watch takes."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Made:
+    """What is known of a tensor that was computed from parameters alone."""
+
+    alike: bool  # its rows are copies of one, one for each sample
+    again: Callable[[], Any] | None = None  # computes it with constants of as many rows as samples
+    used: bool = False  # it met samples
+
+
+class Marks:
+    """Notes on tensors, as long as they live."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def get(self, tensor: Tensor) -> Any:
+        noted = self._notes.get(id(tensor))
+        return noted[1] if noted is not None and noted[0]() is tensor else None
+
+    def put(self, tensor: Tensor, note: Any) -> None:
+        self._notes[id(tensor)] = weakref.ref(tensor), note
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())

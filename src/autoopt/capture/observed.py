@@ -1,0 +1,86 @@
+"""The classes of layers while they are observed, and their forward pass."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoopt.capture.composite import Composite
+from autoopt.capture.current import observable
+from autoopt.capture.distributed import active_group
+from autoopt.capture.function import Observe
+from autoopt.capture.generated import subclass
+from autoopt.capture.holders import SITE
+from autoopt.capture.runners import run, runner_for
+from autoopt.capture.site import Site
+
+
+def observe(site: Site) -> None:
+    """Have a layer report to its site from now on."""
+    site.layer.__class__ = observed(site.plain)  # type: ignore[arg-type]
+    site.layer.__dict__[SITE] = site
+
+
+@functools.cache
+def observed(plain: type[Any]) -> type[nn.Module]:
+    """The subclass of a layer class whose forward reports to its site."""
+
+    def forward(self: nn.Module, input: Tensor, *more: Any, **options: Any) -> Any:  # noqa: A002 - the layers' own name
+        site: Site | None = self.__dict__.get(SITE)
+        if site is None or not observable() or not site.trains() or site.blank(input):
+            return plain.forward(self, input, *more, **options)
+        if more or options:
+            raise RuntimeError(
+                f"layer '{site.name}' ({plain.__name__}) was called with more than its input, for which there are no "
+                "exact statistics yet: call it with the input alone, or freeze it."
+            )
+        site.reached()
+        if site.current.watch is not None:
+            return site.current.watch.layer(site, functools.partial(_run, self), input)
+        return _run_eagerly(self, input) if torch.compiler.is_compiling() and site.eager else _run(self, input)
+
+    def forward_composite(self: nn.Module, *args: Any, **options: Any) -> Any:
+        site: Composite | None = self.__dict__.get(SITE)
+        if site is None or not observable() or not site.trains():
+            return plain.forward(self, *args, **options)
+        if site.current.watch is not None:
+            return site.current.watch.layer(site, functools.partial(run, site), *args, **options)
+        return run(site, *args, **options)
+
+    return subclass(plain, forward if runner_for(plain) is None else forward_composite, SITE)
+
+
+def _run(layer: Any, x: Tensor) -> Tensor:
+    """A layer's forward pass through Observe."""
+    site: Site = layer.__dict__[SITE]
+    if not torch.compiler.is_compiling():
+        site.current.group = active_group() or site.current.group
+    if site.axis and x.dim() == 2 and isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm):
+        raise RuntimeError(
+            f"layer '{site.name}' got an input of shape {tuple(x.shape)} where it takes (time, batch, features): give "
+            "the model a batch, of one sample if need be."
+        )
+    operation, batch = site.prepare(layer, site.grouped(x))
+    single = batch.dim() > x.dim()
+    windows = site.fold > 1 and operation.positional
+    if site.fold > 1:
+        site.check_fold(batch.shape[0])
+    if windows:  # what would be summed over the rows of a sample, the operation sums over its positions
+        batch = batch.unflatten(0, (-1, site.fold))
+    weight: Tensor = layer.weight
+    bias: Tensor | None = getattr(layer, "bias", None)
+    derived = {"weight": weight, "bias": bias} if site.origins else None
+    if operation.lowers and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
+        lower = torch.get_autocast_dtype(x.device.type)
+        batch, weight, bias = batch.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
+    leaves = site.leaves(batch.device)
+    output: Tensor = Observe.apply(operation, site, derived, batch, weight, bias, *leaves)  # type: ignore[no-untyped-call]
+    if single:
+        return output.squeeze(0)
+    output = output.flatten(0, 1) if windows else output
+    return site.ungrouped(output)
+
+
+_run_eagerly = torch._dynamo.disable(_run)

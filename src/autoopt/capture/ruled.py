@@ -1,0 +1,204 @@
+"""Torch functions that the layer rules know, called by users' own modules on their own parameters.
+
+With a rule no copy of the weight is made for each sample: F.linear, x @ w, F.conv*, F.embedding, w[i], F.layer_norm.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoopt.capture.copies import Sole, enter, once
+from autoopt.capture.ledger import Ledger
+from autoopt.moments import Operation
+from autoopt.moments.conv import Conv
+from autoopt.moments.embedding import Embedding
+from autoopt.moments.linear import Linear, Transposed
+from autoopt.moments.norm import LayerNorm
+
+
+class Known(NamedTuple):
+    """A call as a rule sees it."""
+
+    operation: Operation
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Ruled(torch.autograd.Function):
+    """Runs an operation; its backward pass tells the ledger what each sample adds to weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: Operation, ledger: Ledger, known: Known, sole: Sole,
+        x: Tensor, weight: Tensor, bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        output, kept = operation.forward(x, weight, bias)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[4] else None, *kept)
+        ctx.operation, ctx.ledger, ctx.known, ctx.sole = operation, ledger, known, sole
+        ctx.derived, ctx.spent = known.weight, False
+        ctx.outer = torch._C._current_graph_task_id()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        once(ctx)
+        operation, known, ledger = ctx.operation, ctx.known, ctx.ledger
+        weight, *rest = ctx.saved_tensors
+        kept = tuple(rest)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[4:]
+        dx = operation.input_gradient(dy, kept, weight) if needs_x else None
+        dw = db = None
+        if needs_weight and known.weight in ledger.names and ctx.sole(known.weight):
+            dw, square = operation.weight_moments(dy, kept, ledger.total)
+            ledger.add_square(ledger.names[known.weight], len(dy), square, ctx.outer)
+        elif needs_weight:
+            dw, use = operation.weight_gradient(dy, kept), operation.weight_use(dy, kept)
+            enter(ledger, known.weight, len(dy), use, ctx.outer, sole=ctx.sole(known.weight))
+        if needs_bias:
+            c = operation.bias_contributions(dy)
+            db = c.sum(0)
+            enter(ledger, known.bias, len(dy), c.__getitem__, ctx.outer, sole=ctx.sole(known.bias))
+        return None, None, None, None, dx, dw, db
+
+
+def run(known: Known, ledger: Ledger, sole: Sole) -> Tensor:
+    """The result of the call."""
+    operation, x, weight, bias = known
+    if operation.lowers and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        lower = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
+    output: Tensor = Ruled.apply(operation, ledger, known, sole, x, weight, bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+def rule_for(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    """The rule for a call; None where there is none for it."""
+    reader = READERS.get(name)
+    return None if reader is None else reader(*args, **kwargs)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Known | None:  # noqa: A002 - torch's own name
+    return Known(Linear(), input, weight, bias) if weight.dim() == 2 and input.dim() > 1 else None
+
+
+def _matmul(input: Tensor, other: Tensor) -> Known | None:  # noqa: A002
+    return Known(Transposed(), input, other) if other.dim() == 2 and input.dim() > 1 else None
+
+
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,  # noqa: A002
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Known | None:  # fmt: skip
+    if scale_grad_by_freq or sparse or input.dim() == 0:
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    return Known(Embedding(len(weight), padding_idx, max_norm, norm_type), input, weight)
+
+
+def _getitem(table: Tensor, index: Any) -> Known | None:
+    plain = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and table.dim() == 2
+    return _embedding(index.remainder(len(table)), table) if plain and index.dim() > 0 else None
+
+
+def _conv(dims: int) -> Callable[..., Known | None]:
+    def read(
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,  # noqa: A002
+        dilation: Any = 1, groups: int = 1,
+    ) -> Known | None:  # fmt: skip
+        if isinstance(padding, str) or input.dim() != dims + 2:
+            return None
+        stride, padding, dilation = (_tuple(value, dims) for value in (stride, padding, dilation))
+        return Known(Conv(tuple(weight.shape[2:]), stride, padding, dilation, groups), input, weight, bias)
+
+    return read
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,  # noqa: A002
+    eps: float = 1e-5,
+) -> Known | None:  # fmt: skip
+    shape = tuple(normalized_shape)
+    if weight is None or input.dim() == len(shape):
+        return None
+    return Known(LayerNorm(shape, eps), input, weight, bias)
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values
+
+
+READERS: dict[str, Callable[..., Known | None]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _matmul,
+    "__matmul__": _matmul,
+    "embedding": _embedding,
+    "__getitem__": _getitem,
+    "layer_norm": _layer_norm,
+    "conv1d": _conv(1),
+    "conv2d": _conv(2),
+    "conv3d": _conv(3),
+}
+
+
+# Functions in which the samples meet, or for which vmap has no rule, said in terms of others.
+
+
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return y if bias is None else y + bias
+
+
+def _batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,  # noqa: A002
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    y = F.batch_norm(input, running_mean, running_var, None, None, training, momentum, eps)
+    shape = (-1, *[1] * (input.dim() - 2))
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
+
+
+def _masked_assignment(x: Tensor, index: Any, value: Any) -> None:
+    mask = index.reshape(*index.shape, *[1] * (x.dim() - index.dim()))
+    x.copy_(torch.where(mask, value.to(x.dtype), x))
+
+
+def _attention(constant: Callable[[Tensor], bool]) -> Callable[..., Tensor]:
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """With rows of its own for each sample, whatever kernel computes it gives their gradients."""
+        parts = [query, key, value, attn_mask]
+        zeros = torch.zeros_like(next(part for part in parts if part is not None and not constant(part))[..., :1, :1])
+        parts = [part + zeros if part is not None and part.requires_grad and constant(part) else part for part in parts]
+        return F.scaled_dot_product_attention(*parts, *args, **kwargs)  # type: ignore[arg-type]
+
+    return run
+
+
+REWRITTEN: dict[str, Callable[..., Any]] = {
+    "bilinear": _bilinear,
+    "batch_norm": _batch_norm,
+    "__setitem__": _masked_assignment,
+}
+
+
+def rewritten(name: str, args: tuple[Any, ...], constant: Callable[[Tensor], bool]) -> Callable[..., Any] | None:
+    """The same call in other words, if it needs that. `constant`: whether the samples have no part in a tensor."""
+    if name == "scaled_dot_product_attention":
+        return _attention(constant)
+    if name == "__setitem__":
+        x, index, value = args
+        masked = isinstance(index, Tensor) and index.dtype == torch.bool and isinstance(value, Tensor)
+        if not masked or value.dim() > x.dim() - index.dim():
+            return None
+    return REWRITTEN.get(name)

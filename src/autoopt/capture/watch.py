@@ -1,0 +1,328 @@
+"""Looks at every torch function of a forward pass, and runs those in which samples meet parameters sample by sample.
+
+It follows which tensors were computed from parameters alone and which hold samples, and where (`layout`). Where the two
+meet, the call goes to a rule (`ruled`) or runs with a copy of the parameter for each sample (`rowwise`), so that the
+gradients of the copies are the contributions c_i. Everything else runs as it is. The parameters stay in their places
+and no tensor changes its type, so nothing can leak into the model.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map, tree_unflatten
+
+from autoopt.capture import ruled
+from autoopt.capture.copies import Copies, Rows
+from autoopt.capture.layout import FOLDED, LOST, carried, follow
+from autoopt.capture.ledger import sources
+from autoopt.capture.marks import Made, Marks, tensors_in
+from autoopt.capture.rowwise import Call, Plan, in_front, in_place, make_plan, rows_of
+from autoopt.capture.site import Site
+
+if TYPE_CHECKING:
+    from autoopt.capture.bare import Bare
+
+ASKING = {"__get__", "dim", "size", "__len__", "numel", "is_floating_point", "is_contiguous", "stride", "__bool__"}
+METADATA = {"view_as", "reshape_as", "expand_as", "type_as", "to", "zeros_like", "ones_like", "empty_like"}
+COPYING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
+UNCHANGED = {"to", "type_as", "clone", "contiguous", "float", "double", "half", "bfloat16"}
+
+
+class Watch(TorchFunctionMode):
+    """Follows samples and parameters through one forward pass of a module.
+
+    Args:
+        bare: whose modules are watched.
+        inputs: the tensors that the module was called with.
+        module: the name of the module, for errors.
+        axis: that of the samples in the inputs. Inputs that have as many rows on the other one of the first two axes
+            have them there; all others hold none.
+    """
+
+    def __init__(self, bare: "Bare", inputs: Sequence[Tensor], module: str, axis: int = 0) -> None:
+        super().__init__()
+        self.bare, self.ledger, self.module, self.axis = bare, bare.ledger, module, axis
+        self.samples = next((tensor.shape[axis] for tensor in inputs if tensor.dim() > axis), 0)
+        self.alone = bare.alone()
+        self.uses: Counter[nn.Parameter] = Counter()  # parameters that samples met
+        self.needed = False  # there are layers with rules that need it, too
+        self.abandoned = False  # the axis is another one, and nothing depends on it
+        self.layouts = Marks()  # of tensors that hold samples
+        self.made = Marks()  # of tensors computed from parameters alone
+        for tensor in inputs:
+            places = [a for a in (axis, 1 - axis) if tensor.dim() > a and tensor.shape[a] == self.samples]
+            if places:
+                self.layouts.put(tensor, places[0])
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self.abandoned or name in ASKING:
+            result = func(*args, **kwargs)
+            if self.abandoned or not isinstance(result, Tensor):
+                return result
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        if name in METADATA:
+            tensors = tensors[:1]  # of the others only shape and type are read
+        if torch.is_grad_enabled() and any(map(self.derived, tensors)):
+            if any(self.layout(tensor) is not None for tensor in tensors):
+                return self._meet(func, name, args, kwargs)
+            again = functools.partial(self._meet, func, name, args, kwargs)
+            return self._derive(name, tensors, func(*args, **kwargs), again)
+        result = func(*args, **kwargs)
+        sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
+        if sampled:
+            found = list(tensors_in((result,)))
+            if found:
+                for tensor, layout in zip(found, follow(func, args, kwargs, sampled, found, self.samples), strict=True):
+                    self.layouts.put(tensor, layout)
+        return result
+
+    # What is known of a tensor.
+
+    def derived(self, tensor: Tensor) -> bool:
+        """Whether it was computed from observed parameters alone, and leads to them."""
+        if tensor in self.ledger.names:
+            return tensor.requires_grad
+        return self.made.get(tensor) is not None
+
+    def layout(self, tensor: Tensor) -> int | None:
+        """Where the samples are; None for what holds none."""
+        known: int | None = self.layouts.get(tensor)
+        if known is None and tensor.grad_fn is not None and not self.derived(tensor):
+            # From a function that nobody saw, as autograd.Function.apply: constants have no graph.
+            known = 0 if tensor.dim() and tensor.shape[0] == self.samples else LOST
+        return known
+
+    def constant(self, tensor: Tensor) -> bool:
+        """Whether the samples have no part in it."""
+        return self.layout(tensor) is None
+
+    def sole(self, derived: Tensor) -> bool:
+        """Whether the parameters that it was computed from have no other use in the backward pass that asks."""
+        origins = [parameter for parameter in sources(derived) if parameter in self.ledger.names]
+        seen = all(self.uses[p] == 1 and self.ledger.names[p] in self.ledger.audit.done for p in origins)
+        return seen and self.alone()
+
+    # What layers with rules, and the caller of the module, see.
+
+    def layer(self, site: Site, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer that has a rule of its own."""
+        if self.abandoned:
+            return run(*args, **kwargs)
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        if tensors and all(self.constant(tensor) and not self._alike(tensor) for tensor in tensors):
+            # It sees the same for all samples, so what it gives is computed from parameters alone.
+            self.needed = True
+            with torch._C.DisableTorchFunction():
+                result = site.plain.forward(site.layer, *args, **kwargs)
+            again = functools.partial(self.layer, site, run, *args, **kwargs)
+            return self._derive("layer", tensors, result, again)
+        if any(map(self.derived, tensors)):
+            args, kwargs = tree_map(self.given, (args, kwargs))
+            tensors = list(tensors_in((*args, *kwargs.values())))
+        sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
+        if site.settled:
+            tensor = sampled[0][0]
+            single = not site.folded or tensor.shape[site.axis] == self.samples
+            sampled[0] = tensor, site.axis if single else LOST if site.axis or site.strided else FOLDED
+        else:
+            self._place(site, *sampled[0])
+        with torch._C.DisableTorchFunction():
+            result = run(*args, **kwargs)
+        return self._note(result, sampled)
+
+    def _place(self, site: Site, tensor: Tensor, layout: int) -> None:
+        """Tell a layer where its samples are."""
+        own = _own_layout(site, tensor, self.bare.placed)
+        if LOST in (own, layout) or own == layout:
+            return
+        if own is None:
+            self.bare.placed.add(site)
+            site.axis, site.fold = max(layout, 0), tensor.shape[0] // self.samples if layout == FOLDED else 1
+            self.needed |= layout != 0
+            return
+        # The first axis of what the module was called with is not the batch.
+        if self.bare.holding:
+            raise RuntimeError(
+                f"layer '{site.name}' takes the samples on axis {own}, where axis {self.axis} of the inputs of module "
+                f"'{self.module}' does not arrive: statistics of its parameters need the batch as first axis of its "
+                "inputs. Transpose them inside of the module, or leave them to another optimizer through param_groups."
+            )
+        self.abandoned = True
+        for placed in self.bare.placed:
+            placed.axis, placed.fold = 0, 1
+        self.bare.placed.clear()
+
+    def _note(self, result: Any, sampled: list[tuple[Tensor, int]]) -> Any:
+        """A result, of whose tensors it is noted where the samples went."""
+        for tensor in tensors_in((result,)):
+            self.layouts.put(tensor, carried("", sampled, tensor, self.samples))
+        return result
+
+    def close(self, result: Any, *, whole: bool) -> Any:
+        """The result of the `whole` model, or of a part: there, what parameters alone gave may be used in any way."""
+        if whole and any(map(self.derived, tensors_in((result,)))):
+            result = tree_map(self.given, result)
+        self.layouts, self.made = Marks(), Marks()  # the graph refers to this, and they refer to tensors
+        return result
+
+    def given(self, value: Any) -> Any:
+        """What leaves the calls that are seen: if it was computed from parameters alone, its rows are the samples'."""
+        if not isinstance(value, Tensor) or not torch.is_grad_enabled() or not self.derived(value):
+            return value
+        if value.dim() == 0 or value.shape[0] != self.samples:
+            return value
+        value = self._by_row(value).squeeze(1)
+        self.layouts.put(value, 0)
+        return value
+
+    def _alike(self, tensor: Tensor) -> bool:
+        made = self.made.get(tensor)
+        return made is not None and made.alike
+
+    # What is done with a call.
+
+    def _derive(self, name: str, tensors: list[Tensor], result: Any, again: Callable[[], Any]) -> Any:
+        """A call with parameters and constants alone; `again` runs it as one with samples."""
+        changed, first = in_place(name), tensors[0]
+        origin = self.made.get(first)
+        if changed and origin is not None and origin.used:
+            raise self._error(f"'{name}' changes in place", [first])
+        for tensor in tensors_in((first if changed else result,)):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                spread = name in COPYING and (first.dim() < tensor.dim() or first.shape[0] == 1)
+                alike = (name in UNCHANGED and origin is not None and origin.alike) or (
+                    spread and tensor.shape[0] == self.samples
+                )
+                self.made.put(tensor, Made(alike, None if changed else self._as_samples(tensors, again)))
+        return result
+
+    def _as_samples(self, tensors: list[Tensor], again: Callable[[], Any]) -> Callable[[], Any] | None:
+        """`again`, with those constants as samples that have as many rows; None if there are none such."""
+        rows = [t for t in tensors if not self.derived(t) and rows_of(t, self.samples)]
+        if not rows:
+            return None
+
+        def run() -> Any:
+            for tensor in rows:
+                self.layouts.put(tensor, 0 if tensor.shape[0] == self.samples else FOLDED)
+            try:
+                return again()
+            finally:
+                for tensor in rows:
+                    self.layouts.put(tensor, None)
+
+        return run
+
+    def _meet(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in which samples meet parameters."""
+        known = ruled.rule_for(name, args, kwargs)
+        if known is not None and self._fits(known):
+            return self._by_rule(known)
+        rewritten = ruled.rewritten(name, args, self.constant)
+        if rewritten is not None:
+            with self:
+                return rewritten(*args, **kwargs)
+        return self._one_by_one(Call.of(func, args, kwargs, self.derived, self.layout, self.samples))
+
+    def _fits(self, known: ruled.Known) -> bool:
+        layout = self.layout(known.x)
+        return (
+            (layout == 0 or (layout == FOLDED and known.operation.positional))
+            and not self.derived(known.x)
+            and self.derived(known.weight)
+            and (known.bias is None or self.constant(known.bias))
+        )
+
+    def _by_rule(self, known: ruled.Known) -> Tensor:
+        layout = self.layout(known.x)
+        for tensor in (known.weight, known.bias):
+            if tensor is not None:
+                self._use(tensor)
+        if layout == FOLDED:
+            known = known._replace(x=known.x.unflatten(0, (self.samples, -1)))
+        result = ruled.run(known, self.ledger, self.sole)
+        result = result.flatten(0, 1) if layout == FOLDED else result
+        self.layouts.put(result, layout)
+        return result
+
+    def _one_by_one(self, call: Call) -> Any:
+        if call.in_place and 0 in call.derived:
+            raise self._error(f"'{call.name}' changes in place", [call.leaves[0]])
+        key = call.key()
+        if key not in self.bare.plans:
+            self.bare.plans[key] = make_plan(call) or self._refuse(call)
+        plan = self.bare.plans[key]
+        if plan.free:
+            return self._note(call.run(call.leaves), [(call.leaves[i], layout) for i, layout in call.layouts.items()])
+        values = list(call.leaves)
+        for i, leaf in enumerate(values):
+            if i in call.derived:
+                values[i] = self._by_row(leaf) if i in plan.by_row else self._copies(leaf)
+            elif i in call.layouts or i in plan.by_row:
+                values[i] = in_front(leaf, call.layouts.get(i, FOLDED), call.samples)
+        parts = plan.run(call, values)
+        if call.in_place:
+            results, given = [call.leaves[0]], None if call.name == "__setitem__" else call.leaves[0]
+        else:
+            results = plan.results(call, parts)
+            assert plan.spec is not None
+            given = results[0] if plan.spec.is_leaf() else tree_unflatten(results, plan.spec)
+        for tensor, layout in zip(results, plan.layouts, strict=True):
+            self.layouts.put(tensor, layout)
+        return given
+
+    def _copies(self, derived: Tensor) -> Tensor:
+        self._use(derived)
+        copies: Tensor = Copies.apply(derived, self.samples, self.ledger, self.sole)  # type: ignore[no-untyped-call]
+        return copies
+
+    def _by_row(self, derived: Tensor) -> Tensor:
+        """(samples, rows, *rest)."""
+        made = self._use(derived)
+        if made is not None and made.alike:
+            return self._copies(derived[:1])
+        if made is not None and made.again is not None:  # its rows belonged to samples already where it was computed
+            again = made.again()
+            if isinstance(again, Tensor) and again.shape == derived.shape and self.layout(again) in (0, FOLDED):
+                rows: Tensor = again.unflatten(0, (self.samples, -1))
+                return rows
+        own: Tensor = Rows.apply(derived, self.samples, self.ledger, self.sole)  # type: ignore[no-untyped-call]
+        return own
+
+    def _use(self, derived: Tensor) -> "Made | None":
+        made: Made | None = self.made.get(derived)
+        if made is not None:
+            made.used = True
+        for parameter in sources(derived):
+            self.uses[parameter] += 2 if self.bare.borrowed(parameter) else 1  # the layer that holds it uses it, too
+        return made
+
+    def _refuse(self, call: Call) -> Plan:
+        raise self._error(f"{call.refusal()}, in a call with", [call.leaves[i] for i in call.derived])
+
+    def _error(self, what: str, derived: Iterable[Tensor]) -> RuntimeError:
+        names = {self.ledger.names.get(p, "?") for tensor in derived for p in sources(tensor)}
+        return RuntimeError(
+            f"no exact statistics for parameter {', '.join(map(repr, sorted(names)))} in module '{self.module}', which "
+            f"got {self.samples} samples: {what} {'it' if len(names) == 1 else 'them'}. Keep the samples on the first "
+            "axis, freeze the parameter, or leave it to another optimizer through param_groups."
+        )
+
+
+def _own_layout(site: Site, tensor: Tensor, placed: set[Site]) -> int | None:
+    """Where a layer has the samples by itself, or was seen to have them when one of them was changed."""
+    batch_first = getattr(site.layer, "batch_first", None)  # of recurrent layers and attention
+    if batch_first is not None:
+        return 0 if batch_first or tensor.dim() < 3 else 1
+    if site.settled:
+        return LOST if site.strided else FOLDED if site.folded else site.axis
+    return site.axis if site.axis and site not in placed else None

@@ -1,0 +1,87 @@
+"""Models of recurrent layers and cells: exact as a whole, and they train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoopt import AutoAdam, AutoSGD
+from equivalence.by_sample import assert_exact
+
+N = 5
+both_moments = pytest.mark.parametrize("elementwise", [True, False], ids=["elementwise", "total"])
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.lstm = nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output, _ = self.lstm(self.embedding(tokens))
+        logits: Tensor = self.head(output.mean(1))
+        return logits
+
+
+class Translator(nn.Module):
+    """A GRU reads, a GRU cell writes in a loop, fed with what it was to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(11, 5), nn.Embedding(7, 5)
+        self.reader, self.writer = nn.GRU(5, 6, batch_first=True), nn.GRUCell(5, 6)
+        self.head = nn.Linear(6, 7)
+
+    def forward(self, tokens: Tensor, words: Tensor) -> Tensor:
+        _, hidden = self.reader(self.source(tokens))
+        h, said = hidden[0], []
+        for word in self.target(words).unbind(1):
+            h = self.writer(word, h)
+            said.append(h)
+        logits: Tensor = self.head(torch.stack(said, 1))
+        return logits
+
+
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+def test_a_classifier_trains(make: Callable[[nn.Module], Any]) -> None:
+    model = Classifier()
+    tokens, labels = torch.randint(11, (8, 5)), torch.randint(3, (8,))
+    optimizer = make(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens), labels).backward()
+        optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(0 <= chosen.noise < float("inf") for chosen in optimizer.tuned().values())
+
+
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+def test_a_translator_with_a_loop_over_a_cell_trains(make: Callable[[nn.Module], Any]) -> None:
+    model = Translator()
+    tokens, words = torch.randint(11, (8, 5)), torch.randint(7, (8, 4))
+    optimizer = make(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens, words).flatten(0, 1), words.flatten()).backward()
+        optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(0 <= chosen.noise < float("inf") for chosen in optimizer.tuned().values())
+
+
+@both_moments
+@pytest.mark.parametrize("make", [Classifier, Translator])
+def test_whole_models_are_exact(make: Callable[[], nn.Module], elementwise: bool) -> None:
+    model = make().double()
+    inputs = (
+        (torch.randint(11, (N, 5)),) if make is Classifier else (torch.randint(11, (N, 5)), torch.randint(7, (N, 4)))
+    )
+    assert_exact(model, lambda m: m(*inputs).square().flatten(1).sum(1), elementwise)
