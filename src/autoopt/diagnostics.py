@@ -12,7 +12,7 @@ class Tuned:
     """What the optimizer chose for one parameter."""
 
     lr: float
-    """The learning rate in force: α, times the group's `lr`."""
+    """The learning rate in force: α, times the group's `lr`; of rule="robust" 0 before the first step."""
     momentum: float
     """β, the share of the previous estimate in the new one."""
     noise: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,10 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autoopt
 from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
 
-OPTIMIZERS: list[Any] = [AutoSGD, AutoAdam, AutoAdaGrad]
-every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS, ids=[kind.__name__ for kind in OPTIMIZERS])
+KINDS: list[Any] = [
+    vars(autoopt)[name] for name in autoopt.__all__ if name.startswith("Auto") and name != "AutoOptimizer"
+]
+
+
+def _with(kind: Any, rule: str) -> Any:
+    make: Any = functools.partial(kind, rule=rule)
+    make.__name__ = kind.__name__
+    return make
+
+
+OPTIMIZERS: list[Any] = [
+    *(_with(kind, "robust") for kind in KINDS),
+    *(_with(kind, "paper") for kind in (AutoSGD, AutoAdam, AutoAdaGrad)),
+]
+_IDS = [f"{make.__name__}-{make.keywords['rule']}" for make in OPTIMIZERS]
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS, ids=_IDS)
+of_the_paper = pytest.mark.parametrize("make", OPTIMIZERS[-3:], ids=_IDS[-3:])
 
 Batch = tuple[Tensor, Tensor]
 

@@ -39,7 +39,7 @@ def check(layer: nn.Linear, optimizer: Any, weight: list[str], lr: str, momentum
 
 def test_sgd() -> None:
     layer = model(1, 2)
-    optimizer = AutoSGD(layer, smoothing=0.5, start=(0.5, 0.0))
+    optimizer = AutoSGD(layer, rule="paper", smoothing=0.5, start=(0.5, 0.0))
 
     # Step 1, N = 2: g = (4, 2), <g,g> = 20, sum <c,c> = 10 + 2 = 12, V = 2 (12 - 20/2) = 4. There is no ĝ_0, so
     # γ = (4/20, 0) = (1/5, 0) and γ_E = 1/2 (1/5, 0) + 1/2 (1/2, 0) = (7/20, 0): α = 13/20, β = 0.
@@ -59,7 +59,7 @@ def test_sgd() -> None:
 
 def test_adam() -> None:
     layer = model(1, 2)
-    optimizer = AutoAdam(layer, smoothing=0.5, start=(0.5, 0.25), beta2=0.5, eps=1.0)
+    optimizer = AutoAdam(layer, rule="paper", smoothing=0.5, start=(0.5, 0.25), beta2=0.5, eps=1.0)
 
     # Step 1, N = 2: g = (5, 1), v = g^2 / 2, v / (1 - 1/2) = g^2, D = (5 + 1, 1 + 1) = (6, 2).
     # <g,g> = 25/6 + 1/2 = 14/3, sum <c,c> = (9/6 + 1/2) + 4/6 = 8/3, V = 2 (8/3 - 7/3) = 2/3.
@@ -86,7 +86,7 @@ def test_adam() -> None:
 
 def test_adagrad() -> None:
     layer = model(1, 2)
-    optimizer = AutoAdaGrad(layer, smoothing=0.5, start=(0.5, 0.0), eps=1.0)
+    optimizer = AutoAdaGrad(layer, rule="paper", smoothing=0.5, start=(0.5, 0.0), eps=1.0)
 
     # Step 1, N = 2, both samples the same: V = 0, γ = (0, 0), γ_E = (1/4, 0): α = 3/4, β = 0.
     # g = (4, 12), D = (4 + 1, 12 + 1) = (5, 13), ĝ = (3, 9), w = (1 - 3/5, 2 - 9/13) = (2/5, 17/13).
@@ -107,7 +107,7 @@ def test_adagrad() -> None:
 def test_one_weight_has_no_momentum() -> None:
     """With a single weight m is parallel to g, A is singular, and the rate alone is solved for."""
     layer = model(8)
-    optimizer = AutoSGD(layer, smoothing=0.0)
+    optimizer = AutoSGD(layer, rule="paper", smoothing=0.0)
     step(layer, optimizer, (1,), (3,))  # g = 4, gg = 16, V = 2 (10 - 8) = 4, γ1 = 1/4, w = 8 - 3/4 * 4
     check(layer, optimizer, ["5"], lr="3/4", momentum="0", noise="1/4")
     step(layer, optimizer, (1,), (1,))  # V = 0, γ1 = 0, w = 5 - 2
@@ -116,13 +116,13 @@ def test_one_weight_has_no_momentum() -> None:
 
 def test_noise_caps_the_rate_at_one_thousandth() -> None:
     layer = model(8)
-    optimizer = AutoSGD(layer, smoothing=0.0)
+    optimizer = AutoSGD(layer, rule="paper", smoothing=0.0)
     step(layer, optimizer, (5,), (-4,))  # g = 1, V = 2 (41 - 1/2) = 81, γ1 = min(81, 0.999), w = 8 - 0.001
     check(layer, optimizer, ["7999/1000"], lr="1/1000", momentum="0", noise="81")
 
 
 def test_lr_multiplies_the_step() -> None:
     layer = model(8)
-    optimizer = AutoSGD(layer, smoothing=0.0, lr=0.5)
+    optimizer = AutoSGD(layer, rule="paper", smoothing=0.0, lr=0.5)
     step(layer, optimizer, (1,), (3,))
     check(layer, optimizer, ["13/2"], lr="3/8", momentum="0", noise="1/4")

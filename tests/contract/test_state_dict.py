@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from autoopt import AutoAdam
 from contract.small import assert_same, batches, every_optimizer, mlp, snapshot, train
@@ -102,3 +105,25 @@ def test_state_dict_before_the_first_step() -> None:
     train(model, optimizer, data)
     train(other, loaded, data)
     assert_same(snapshot(other, loaded), snapshot(model, optimizer))
+
+
+@every_optimizer
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is meant
+def test_distributed_checkpoint_resumes_bit_by_bit(make: Any, tmp_path: Path) -> None:
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+    model, other = net(), net()
+    optimizer, fresh = make(model), make(other)
+    train(model, optimizer, batches(5))
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
+    checkpoint.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, fresh, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    for one, opt in ((model, optimizer), (other, fresh)):
+        train(one, opt, batches(4))
+    assert_same(snapshot(other, fresh), snapshot(model, optimizer))
+    with optimizer.averaged(), fresh.averaged():
+        assert_same(dict(other.state_dict()), dict(model.state_dict()))

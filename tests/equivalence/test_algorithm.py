@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,10 @@ from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
 from reference import NaiveAuto, contributions
 
 STEPS = 20
-KINDS: dict[str, Callable[..., Any]] = {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad}
+KINDS: dict[str, Callable[..., Any]] = {
+    kind: functools.partial(make, rule="paper")
+    for kind, make in {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad}.items()
+}
 EPS: dict[str, dict[str, Any]] = {"sgd": {}, "adam": {"eps": 1e-6}, "adagrad": {"eps": 1e-6}}
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -2,5 +2,6 @@
 
 from reference.algorithm import NaiveAuto, units_of
 from reference.contributions import contributions, double
+from reference.robust import NaiveRobust
 
-__all__ = ["NaiveAuto", "contributions", "double", "units_of"]
+__all__ = ["NaiveAuto", "NaiveRobust", "contributions", "double", "units_of"]

@@ -1,14 +1,14 @@
-"""Adam: the root of a moving average of the squared gradient as metric, eq. Hessian_Adam."""
+"""Adam and its kin: the root of a moving average of the squared gradient as metric, eq. Hessian_Adam."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from autoopt.optim.base import AutoOptimizer
-from autoopt.optim.bucket import Bucket
-from autoopt.optim.options import number
+from autoopt.optim.options import Shared, flag, number
+from autoopt.optim.reading import Reading, Source
 
 
 class AutoAdam(AutoOptimizer):
@@ -17,67 +17,73 @@ class AutoAdam(AutoOptimizer):
         opt = AutoAdam(model)  # the rest of the training loop stays as it is
 
     Args:
-        model: the model to train; its layers report their statistics until `opt.detach()`.
-        param_groups: groups as in torch.optim, for options of some parameters alone; default: all of the model's.
-        lr: multiplies the automatic rate, so that learning rate schedulers work; 1 leaves it as it is.
-        rule: "paper", Algorithm 1.
-        smoothing: υ of eq. oracle_est_ewma. The default reproduces the paper's table.
-        start: the (γ1, γ2) to start from; the rate is 1 - γ1.
+        model: the model to train, or parameters as in torch.optim; see `AutoOptimizer` for this and the shared options.
         beta2: the decay of the average of squared gradients.
         eps: added to its root.
         amsgrad: use the largest average so far.
-        weight_decay: coupled, added to the gradient, or decoupled as in AdamW.
-        decoupled_weight_decay: shrink the weights by (1 - rate · weight_decay) instead.
-        granularity: what shares one rate and momentum: each "tensor", a "layer" (weight and bias) or a "group".
+        shared: the options that all automatic optimizers have.
     """
 
     elementwise = True
+    corrected = True
+    metric_options = ("beta2", "eps", "amsgrad")
+    smoothing = 0.99999
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Iterable[Any],
         *,
-        param_groups: Iterable[dict[str, Any]] | None = None,
-        lr: float = 1.0,
-        rule: str = "paper",
-        smoothing: float = 0.99999,
-        start: tuple[float, float] = (0.999, 0.0),
         beta2: float = 0.99,
         eps: float = 1e-8,
         amsgrad: bool = False,
-        weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = False,
-        granularity: str = "tensor",
+        **shared: Unpack[Shared],
     ) -> None:
-        options = {
-            "lr": lr, "rule": rule, "smoothing": smoothing, "start": start, "beta2": beta2, "eps": eps,
-            "amsgrad": amsgrad, "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay,
-            "granularity": granularity,
-        }  # fmt: skip
-        super().__init__(model, param_groups, options)
+        super().__init__(model, beta2=beta2, eps=eps, amsgrad=amsgrad, **shared)
 
     def _buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         largest = ("largest_square_average",) if group["amsgrad"] else ()
-        return "estimate", "square_average", *largest
+        return "square_average", *largest
 
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
         number("beta2", options["beta2"], low=0.0, below=1.0)
         number("eps", options["eps"], above=0.0)
+        flag("amsgrad", options["amsgrad"])
 
-    def _metric(self, group: dict[str, Any], bucket: Bucket, gradient: Tensor, rows: Tensor) -> Tensor:
-        beta2 = group["beta2"]
+    def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
+        bucket, beta2 = reading.bucket, reading.group["beta2"]
         average = bucket.buffers["square_average"]
         decay = 1 - (1 - beta2) * rows.to(bucket.compute)  # of the rows that move
         average.mul_(decay).addcmul_(gradient, gradient, value=1 - beta2)
-        if group["amsgrad"]:
+        if reading.group["amsgrad"]:
             largest = bucket.buffers["largest_square_average"]
             average = torch.maximum(largest, average, out=largest)
         # 1 - β2^t; a tensor that has not moved yet (t = 0) has an average of zero, and none of what it gets is used
         weight = bucket.column(1 - beta2 ** bucket.steps.clamp_min(1))
-        metric: Tensor = (average / weight).sqrt_().add_(group["eps"])
+        metric: Tensor = (average / weight).sqrt_().add_(reading.group["eps"])
         return metric
 
-    def _correction(self, bucket: Bucket) -> Tensor:
-        """1 - β^t of eq. Hessian_Adam; with a β of its own at every step, β^t is their product."""
-        return 1 - bucket.carry
+
+class AutoAdamW(AutoAdam):
+    """Adam with decoupled weight decay, and an automatic learning rate and momentum for every tensor.
+
+        opt = AutoAdamW(model)  # the rest of the training loop stays as it is
+
+    Args:
+        model: the model to train, or parameters as in torch.optim; see `AutoOptimizer` for this and the shared options.
+        weight_decay: by which share of the step's length relative to the weights these shrink.
+        options: those of `AutoAdam`.
+    """
+
+    def __init__(self, model: nn.Module | Iterable[Any], *, weight_decay: float = 0.01, **options: Any) -> None:
+        super().__init__(model, weight_decay=weight_decay, **{"decoupled_weight_decay": True, **options})
+
+
+class AutoNAdam(AutoAdam):
+    """Adam with Nesterov's momentum: the step looks one filtering ahead.
+
+    Its options are those of `AutoAdam`.
+    """
+
+    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor:
+        return kept * estimate + new * gradient

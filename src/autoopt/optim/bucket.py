@@ -2,10 +2,10 @@
 
 Every tensor becomes rows of ROW elements, the last one filled up with zeros. Elementwise work is then one operation on
 a (rows, ROW) matrix, a sum over a unit is a sum over its rows, and a number per unit reaches its elements by its rows:
-the count of kernels does not grow with the count of tensors. A unit is what shares one γ: a tensor, a layer, the group.
+the count of kernels does not grow with the count of tensors. A unit is what shares a rate: a tensor, a layer, a group.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 ROW = 512
 PATTERNS = 64  # of missing gradients to remember
+AVERAGE = "average"  # the buffer that holds the average of the weights, and so starts with them
 STATISTICS = torch.float64  # a handful of numbers per unit, whose differences matter
 
 
@@ -21,15 +22,15 @@ class Bucket:
 
     Args:
         members: (name, parameter, key of its unit); the same device and dtype for all.
-        start: the starting (γ1, γ2).
-        buffers: names of the (rows, ROW) matrices that the optimizer keeps, zero at first.
+        statistics: what the rule keeps for each unit, a number or a vector, and its value at the start.
+        buffers: names of the (rows, ROW) matrices that the optimizer keeps, zero at first but for AVERAGE.
         state: what is already known of each parameter (after load_state_dict), in the order of `members`.
     """
 
     def __init__(
         self,
         members: Sequence[tuple[str, nn.Parameter, Any]],
-        start: tuple[float, float],
+        statistics: Mapping[str, float | Sequence[float]],
         buffers: Sequence[str],
         state: Sequence[dict[str, Any]],
     ) -> None:
@@ -51,33 +52,49 @@ class Bucket:
         self.tensor_of_row = tensor_of.to(self.device)
         self.unit_of_row = unit_of[tensor_of].to(self.device)
         self.rows_per_unit = torch.bincount(unit_of[tensor_of], minlength=len(units)).to(self.device)
+        elements = torch.tensor([float(p.numel()) for p in self.params], dtype=STATISTICS)
+        self.elements = torch.zeros(len(units), dtype=STATISTICS).index_add(0, unit_of, elements).to(self.device)
         self.tensors_per_unit = torch.bincount(unit_of, minlength=len(units)).to(self.device)
 
         self.buffers = {name: self._zeros(sum(rows), ROW) for name in buffers}
-        self.steps = self._statistic(len(self.params))  # t of each tensor: one may have no gradient for a while
-        self.gamma = torch.tensor(start, dtype=STATISTICS).to(self.device).unsqueeze(0).repeat(len(units), 1)
-        self.carry = self._statistic(len(units)) + 1  # Π β_s, what is left of the zero that ĝ started from
-        self.noise = self._statistic(len(units)) + torch.nan  # V̂/<g,g> of the last step
+        self.steps = torch.zeros(len(self.params), dtype=STATISTICS, device=self.device)  # t of each tensor
+        self.statistics = {name: self._start(value, len(units)) for name, value in statistics.items()}
         self._present: dict[tuple[bool, ...], Tensor] = {}
         self._restore([state[i] for i in order])
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.compute, device=self.device)
 
-    def _statistic(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=STATISTICS, device=self.device)
+    def _start(self, value: float | Sequence[float], units: int) -> Tensor:
+        one = torch.tensor(value, dtype=STATISTICS).to(self.device)
+        return one.expand(units, *one.shape).clone()
+
+    def keep(self, name: str, where: Tensor, value: Tensor) -> Tensor:
+        """Set a statistic of the units in `where`; the statistic of all."""
+        old = self.statistics[name]
+        mask = where.view(-1, *[1] * (old.dim() - 1))
+        return old.copy_(torch.where(mask, value, old))
 
     def _restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take over what the state holds, then make the state views of this bucket."""
-        for name, own, known in zip(self.names, self.views(), state, strict=True):
+        for name, parameter, own, known in zip(self.names, self.params, self.views(), state, strict=True):
+            missing = sorted(own.keys() - known.keys() - {AVERAGE})
+            if "step" in known and missing:
+                raise ValueError(
+                    f"the state of '{name}' has no '{missing[0]}': it was saved by another optimizer or under another "
+                    "rule. Make this one with the same class and rule, or start without that state."
+                )
             for key, view in own.items():
                 if key in known:
-                    if known[key].shape != view.shape:
+                    value = known[key] if isinstance(known[key], Tensor) else view.new_tensor(known[key])
+                    if value.shape != view.shape:
                         raise ValueError(
-                            f"the state of '{name}' has '{key}' of shape {tuple(known[key].shape)}, and the parameter "
+                            f"the state of '{name}' has '{key}' of shape {tuple(value.shape)}, and the parameter "
                             f"wants {tuple(view.shape)}: it was saved for another model."
                         )
-                    view.copy_(known[key])
+                    view.copy_(value)
+                elif key == AVERAGE:
+                    view.copy_(parameter.detach())
                 known[key] = view
 
     def views(self) -> Iterable[dict[str, Tensor]]:
@@ -87,9 +104,7 @@ class Bucket:
             yield {
                 **{name: tensors[number] for name, tensors in matrices.items()},
                 "step": self.steps[number],
-                "gamma": self.gamma[unit],
-                "carry": self.carry[unit],
-                "noise": self.noise[unit],
+                **{name: values[unit] for name, values in self.statistics.items()},
             }
 
     def fits(self) -> bool:

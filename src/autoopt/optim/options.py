@@ -1,8 +1,31 @@
-"""Refusing options that make no sense, with words that say which would."""
+"""The options that all optimizers have, and refusing those that make no sense, with words that say which would."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from autoopt.oracle import GAMMA_MAX
+
+GRANULARITIES = ("tensor", "layer", "group")
+RULES = ("robust", "paper")
+SPREADS = ("samples", "passes")
+
+
+class Shared(TypedDict, total=False):
+    """The options that every optimizer has; `AutoOptimizer` says what they mean."""
+
+    param_groups: Iterable[dict[str, Any]] | None
+    lr: float
+    rule: str
+    average: bool
+    spread: str
+    weight_decay: float
+    decoupled_weight_decay: bool
+    granularity: str
+    smoothing: float | None
+    start: tuple[float, float]
 
 
 def number(
@@ -15,6 +38,8 @@ def number(
     below: float = math.inf,
 ) -> None:
     """Refuse an option that is not a finite number with low <= value <= high and above < value < below."""
+    if isinstance(value, Tensor):
+        raise ValueError(f"{name} as a Tensor is not supported: give a number.")
     if isinstance(value, int | float) and math.isfinite(value) and low <= value <= high and above < value < below:
         return
     limits = {"at least": low, "above": above, "at most": high, "below": below}
@@ -26,3 +51,26 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Refuse an option that is not one of the allowed words."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
+
+
+def flag(name: str, value: Any) -> None:
+    """Refuse an option that is not True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False.")
+
+
+def check(options: dict[str, Any]) -> None:
+    """Refuse shared options that make no sense."""
+    number("lr", options["lr"], low=0.0)
+    number("weight_decay", options["weight_decay"], low=0.0)
+    number("smoothing", options["smoothing"], low=0.0, below=1.0)
+    try:
+        gamma1, gamma2 = options["start"]
+    except (TypeError, ValueError):
+        raise ValueError(f"start is {options['start']!r}; it must be a pair (γ1, γ2).") from None
+    number("start[0] (γ1)", gamma1, low=0.0, high=GAMMA_MAX)
+    number("start[1] (γ2)", gamma2, low=0.0, below=1.0 - gamma1)
+    choice("rule", options["rule"], RULES)
+    choice("granularity", options["granularity"], GRANULARITIES)
+    flag("average", options["average"])
+    flag("decoupled_weight_decay", options["decoupled_weight_decay"])

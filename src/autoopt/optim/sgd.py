@@ -1,12 +1,9 @@
 """SGD: the identity as metric."""
 
-from collections.abc import Iterable
-from typing import Any
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from autoopt.optim.base import AutoOptimizer
-from autoopt.optim.bucket import Bucket
+from autoopt.optim.reading import Reading, Source
 
 
 class AutoSGD(AutoOptimizer):
@@ -14,41 +11,11 @@ class AutoSGD(AutoOptimizer):
 
         opt = AutoSGD(model)  # the rest of the training loop stays as it is
 
-    Args:
-        model: the model to train; its layers report their statistics until `opt.detach()`.
-        param_groups: groups as in torch.optim, for options of some parameters alone; default: all of the model's.
-        lr: multiplies the automatic rate, so that learning rate schedulers work; 1 leaves it as it is.
-        rule: "paper", Algorithm 1.
-        smoothing: υ of eq. oracle_est_ewma. The default reproduces the paper's table.
-        start: the (γ1, γ2) to start from; the rate is 1 - γ1.
-        weight_decay: coupled, added to the gradient, or decoupled as in AdamW.
-        decoupled_weight_decay: shrink the weights by (1 - rate · weight_decay) instead.
-        granularity: what shares one rate and momentum: each "tensor", a "layer" (weight and bias) or a "group".
+    Its options are those that all automatic optimizers have, see `AutoOptimizer`.
     """
 
     elementwise = False
+    smoothing = 0.999
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        param_groups: Iterable[dict[str, Any]] | None = None,
-        lr: float = 1.0,
-        rule: str = "paper",
-        smoothing: float = 0.999,
-        start: tuple[float, float] = (0.999, 0.0),
-        weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = False,
-        granularity: str = "tensor",
-    ) -> None:
-        options = {
-            "lr": lr, "rule": rule, "smoothing": smoothing, "start": start, "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay, "granularity": granularity,
-        }  # fmt: skip
-        super().__init__(model, param_groups, options)
-
-    def _buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("estimate",)
-
-    def _metric(self, group: dict[str, Any], bucket: Bucket, gradient: Tensor, rows: Tensor) -> None:
+    def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> None:
         return None

@@ -1,0 +1,57 @@
+"""Gauss-Newton: the average squared gradient of a sample as metric, the diagonal of the empirical Fisher matrix."""
+
+from collections.abc import Iterable
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from autoopt.optim.base import AutoOptimizer
+from autoopt.optim.options import Shared, number
+from autoopt.optim.reading import Reading, Source
+from autoopt.optim.rmsprop import averaged
+
+
+class AutoGaussNewton(AutoOptimizer):
+    """A diagonal Gauss-Newton method, with an automatic learning rate and momentum for every tensor.
+
+    Where Adam divides by the root of the squared gradient of the batch, this divides by the mean over its *samples* of
+    the squared gradient, Ĥ = E[(∂ℓ_i)²]: for a loss that is a log-likelihood, the expectation of its Hessian. Only an
+    optimizer that sees the samples can. With c_i what sample i adds to the gradient, Ĥ = N Σ_i c_i².
+
+    Args:
+        model: the model to train; see `AutoOptimizer` for this and the shared options.
+        decay: of the average over the steps.
+        damping: added to Ĥ, as a share of its mean over the tensor: curvature below it is not trusted.
+        shared: the options that all automatic optimizers have.
+    """
+
+    elementwise = True
+    metric_options = ("decay", "damping")
+    smoothing = 0.99999
+
+    def __init__(
+        self, model: nn.Module | Iterable[Any], *, decay: float = 0.99, damping: float = 0.1, **shared: Unpack[Shared]
+    ) -> None:
+        super().__init__(model, decay=decay, damping=damping, **shared)
+        if self.defaults["spread"] != "samples":
+            self.detach()
+            raise ValueError("AutoGaussNewton needs the samples of the model: write AutoGaussNewton(model).")
+
+    def _buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("curvature",)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        number("decay", options["decay"], low=0.0, below=1.0)
+        number("damping", options["damping"], above=0.0)
+
+    def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
+        group, bucket = reading.group, reading.bucket
+        square, samples = source.over_ranks(reading.square) / source.ranks**2, source.over_ranks(reading.samples)
+        square = torch.where(rows, square * bucket.spread(samples), 0.0)  # what is not finite must not pass
+        curvature = averaged(bucket, "curvature", group["decay"], square, rows)
+        mean = bucket.spread(bucket.sums(curvature)[0] / bucket.elements)
+        # a unit that has not moved yet has no curvature, and none of what it gets is used
+        metric: Tensor = curvature + group["damping"] * mean + (mean == 0).to(mean)
+        return metric

@@ -1,0 +1,98 @@
+"""RMSprop and AdaDelta: metrics from moving averages, without a correction of their start."""
+
+from collections.abc import Iterable
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from autoopt.optim.base import AutoOptimizer
+from autoopt.optim.bucket import Bucket
+from autoopt.optim.options import Shared, flag, number
+from autoopt.optim.reading import Reading, Source
+
+
+def averaged(bucket: Bucket, name: str, decay: float, value: Tensor, rows: Tensor) -> Tensor:
+    """Take a value into a moving average, in the rows that move."""
+    average = bucket.buffers[name]
+    return average.lerp_(value, (1 - decay) * rows.to(bucket.compute))
+
+
+class AutoRMSprop(AutoOptimizer):
+    """RMSprop with an automatic learning rate and momentum for every tensor.
+
+    Args:
+        model: the model to train, or parameters as in torch.optim; see `AutoOptimizer` for this and the shared options.
+        alpha: the decay of the average of squared gradients.
+        eps: added to its root.
+        centered: subtract the square of the average gradient.
+        shared: the options that all automatic optimizers have.
+    """
+
+    elementwise = True
+    metric_options = ("alpha", "eps", "centered")
+    smoothing = 0.99999
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        *,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        centered: bool = False,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(model, alpha=alpha, eps=eps, centered=centered, **shared)
+
+    def _buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return "square_average", *(("gradient_average",) if group["centered"] else ())
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        number("alpha", options["alpha"], low=0.0, below=1.0)
+        number("eps", options["eps"], above=0.0)
+        flag("centered", options["centered"])
+
+    def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
+        bucket, alpha = reading.bucket, reading.group["alpha"]
+        square = averaged(bucket, "square_average", alpha, gradient.square(), rows)
+        if reading.group["centered"]:
+            mean = averaged(bucket, "gradient_average", alpha, gradient, rows)
+            square = (square - mean.square()).clamp_min(0)
+        return square.sqrt().add_(reading.group["eps"])
+
+
+class AutoAdaDelta(AutoOptimizer):
+    """AdaDelta with an automatic learning rate and momentum for every tensor.
+
+    Args:
+        model: the model to train, or parameters as in torch.optim; see `AutoOptimizer` for this and the shared options.
+        rho: the decay of both averages, of squared gradients and of squared changes.
+        eps: added to both.
+        shared: the options that all automatic optimizers have.
+    """
+
+    elementwise = True
+    metric_options = ("rho", "eps")
+    smoothing = 0.99999
+
+    def __init__(
+        self, model: nn.Module | Iterable[Any], *, rho: float = 0.9, eps: float = 1e-6, **shared: Unpack[Shared]
+    ) -> None:
+        super().__init__(model, rho=rho, eps=eps, **shared)
+
+    def _buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return "square_average", "change_average"
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        number("rho", options["rho"], low=0.0, below=1.0)
+        number("eps", options["eps"], above=0.0)
+
+    def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
+        group, bucket = reading.group, reading.bucket
+        square = averaged(bucket, "square_average", group["rho"], gradient.square(), rows)
+        return torch.sqrt((square + group["eps"]) / (bucket.buffers["change_average"] + group["eps"]))
+
+    def _moved(self, group: dict[str, Any], bucket: Bucket, change: Tensor, rows: Tensor) -> None:
+        averaged(bucket, "change_average", group["rho"], change.square(), rows)

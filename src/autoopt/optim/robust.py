@@ -1,0 +1,69 @@
+"""rule="robust": a step relative to the size of the weights, the same for every loss, metric and model."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoopt.optim.bucket import Bucket
+from autoopt.optim.rule import Products
+from autoopt.oracle import relative
+
+
+class Robust:
+    """u = β u + (1 - β) g, d = u/ĥ, w ← w - ρ |w| d / rms|d|; ρ falls with n, and n while the data shifts."""
+
+    def statistics(self, group: dict[str, Any]) -> Mapping[str, float | Sequence[float]]:
+        return {
+            "carry": 1.0,
+            "age": 0.0,  # t
+            "size": 0.0,  # average of |d|²
+            "gradient": 0.0,  # average of <g,g>
+            "variance": 0.0, "measured": 0.0,  # average of V̂, and over how many steps
+            "alignment": 0.0,  # average of <g,u>
+            "rate": 0.0,
+        }  # fmt: skip
+
+    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
+        known, live = bucket.statistics, products.live
+        age = known["age"]  # steps before this one
+        spread, whole = _corrected(known["variance"], known["measured"]), _corrected(known["gradient"], age)
+        noise = torch.where(known["measured"] > 0, spread, whole)  # no spread seen: all of it may be noise
+        estimate = products.gm / (1 - known["carry"])  # u started at zero
+        aligned = relative.MOMENTUM * known["alignment"] + (1 - relative.MOMENTUM) * estimate
+        aligned = bucket.keep("alignment", live & (age > 0), aligned)
+        travels = relative.travels(aligned / (1 - relative.MOMENTUM**age), noise, age)
+        bucket.keep("count", live & travels, known["count"] / 2)
+
+        bucket.keep("gradient", live, _smooth(known["gradient"], products.gg))
+        bucket.keep("variance", products.measured, _smooth(known["variance"], products.variance))
+        bucket.keep("measured", products.measured, known["measured"] + 1)
+        bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
+        kept = torch.full_like(products.gg, relative.MOMENTUM)
+        return kept, 1 - kept
+
+    def length(
+        self, group: dict[str, Any], bucket: Bucket, live: Tensor, direction: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        known, correction = bucket.statistics, 1 - bucket.statistics["carry"]
+        size, square = bucket.sums(direction.square(), weights.square())
+        age = bucket.keep("age", live, known["age"] + 1)
+        average = bucket.keep("size", live, _smooth(known["size"], size / correction**2))
+        ratio = relative.relative_step(known["count"], age)
+        smallest = torch.finfo(bucket.compute).tiny
+        rate = relative.rate(ratio, square, bucket.elements, _corrected(average, age), smallest)
+        return bucket.keep("rate", live, rate) / correction, ratio
+
+    def chosen(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        rate = bucket.statistics["rate"]
+        return rate, torch.full_like(rate, relative.MOMENTUM)
+
+
+def _smooth(average: Tensor, value: Tensor) -> Tensor:
+    return relative.SMOOTHING * average + (1 - relative.SMOOTHING) * value
+
+
+def _corrected(average: Tensor, steps: Tensor) -> Tensor:
+    """An average that started at zero so many steps ago, without what is left of that start."""
+    return average / (1 - relative.SMOOTHING**steps)

@@ -1,0 +1,85 @@
+"""One step of the parameters of one bucket: metric, products, filter, length, weights, their average."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autoopt import oracle
+from autoopt.optim.bucket import AVERAGE, Bucket
+from autoopt.optim.reading import Reading, Source
+from autoopt.optim.rule import Products, Rule
+
+
+class Metric(Protocol):
+    """What an optimizer says of its metric."""
+
+    elementwise: bool
+
+    def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None: ...
+    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor: ...
+    def _moved(self, group: dict[str, Any], bucket: Bucket, change: Tensor, rows: Tensor) -> None: ...
+
+
+def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite: Tensor) -> None:
+    """Move the units of one bucket. Every change passes through a mask, since only the device knows.
+
+    `live` units have a finite gradient that is not zero; the `rows` that move are theirs, less those of tensors without
+    a gradient.
+    """
+    group, bucket = reading.group, reading.bucket
+    live = finite & (reading.size > 0)
+    moves = live[bucket.unit_of_tensor]
+    if reading.present is not None:
+        moves = moves & reading.present
+    bucket.steps.add_(moves)
+    bucket.keep("count", live, bucket.statistics["count"] + 1)
+    rows = moves[bucket.tensor_of_row].unsqueeze(1)
+    raw = torch.where(rows, reading.gradient, 0.0)
+    weights, decay = bucket.rows(bucket.params), group["weight_decay"]
+    coupled = decay and not group["decoupled_weight_decay"]
+    gradient = torch.where(rows, raw + decay * weights, 0.0) if coupled else raw
+
+    metric = optimizer._metric(source, reading, gradient, rows)  # Ĥ, Table 1
+    products = _products(optimizer.elementwise, source, reading, live, metric, raw, gradient)
+    kept, new = (bucket.spread(part) for part in rule.filter(group, bucket, products))
+    estimate = bucket.buffers["estimate"].mul_(torch.where(rows, kept, 1.0)).add_(new * gradient)
+    direction = over(optimizer._direction(estimate, gradient, kept, new), metric)
+    scale, shrink = rule.length(group, bucket, live, direction, weights)
+    change = direction * bucket.spread(group["lr"] * scale)  # eq. w_update-1
+    if decay and not coupled:
+        change = change + weights * bucket.spread(group["lr"] * decay * shrink)
+    change = torch.where(rows, change, 0.0)
+    optimizer._moved(group, bucket, change, rows)
+    torch._foreach_sub_(bucket.params, bucket.tensors(change))  # type: ignore[arg-type]
+    if group["average"]:
+        newest = torch.where(rows, bucket.spread(oracle.relative.newest(bucket.statistics["count"])), 0.0)
+        bucket.buffers[AVERAGE].lerp_(weights - change, newest)
+
+
+def _products(
+    elementwise: bool,
+    source: Source,
+    reading: Reading,
+    live: Tensor,
+    metric: Tensor | None,
+    raw: Tensor,
+    gradient: Tensor,
+) -> Products:
+    """The inner products of the gradient (`raw`: less weight decay) and the previous estimate, and V̂."""
+    bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
+    natural = over(gradient, metric)
+    gg, gm, mm = bucket.sums(gradient * natural, natural * estimate, over(estimate.square(), metric))
+    raw_gg = gg if raw is gradient else bucket.sums(over(raw.square(), metric))[0]
+    square = bucket.sums(over(reading.square, metric))[0] if elementwise else reading.square
+    square, samples = source.over_ranks(torch.stack([square / source.ranks**2, reading.samples]))
+
+    variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
+    measured = live & (samples > 1) & (gg > 0)
+    bucket.keep("noise", measured, variance / raw_gg)
+    return Products(gg, gm, mm, variance, live, measured)
+
+
+def over(x: Tensor, metric: Tensor | None) -> Tensor:
+    """Ĥ⁻¹ x."""
+    return x if metric is None else x / metric

@@ -1,0 +1,138 @@
+"""`with opt.averaged()`: the average of the weights, in their place and taken back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoopt import AutoSGD
+from contract.small import assert_same, backward, batches, every_optimizer, mlp, of_the_paper, snapshot, train, weights
+
+
+def newest(step: int) -> float:
+    return 5 / (step + 4)
+
+
+@of_the_paper  # by the robust rule n is not the count of steps: see equivalence/test_robust.py
+def test_it_is_the_average(make: Any) -> None:
+    model = mlp()
+    optimizer = make(model)
+    wanted: dict[str, Any] = {}
+    for step, batch in enumerate(batches(30), 1):
+        train(model, optimizer, [batch])
+        for name, weight in weights(model).items():
+            last = wanted.get(name, weight).double()
+            wanted[name] = last + newest(step) * (weight.double() - last)
+    with optimizer.averaged():
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.double(), wanted[name], rtol=1e-5, atol=1e-6)  # thirty float32 steps
+
+
+@every_optimizer
+def test_it_goes_back(make: Any) -> None:
+    model = mlp()
+    optimizer = make(model)
+    train(model, optimizer, batches(30))
+    before = snapshot(model, optimizer)
+    with optimizer.averaged():
+        model(batches(1)[0][0])
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_an_error_inside_gives_the_weights_back() -> None:
+    model = mlp()
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(3))
+    before = snapshot(model, optimizer)
+    with pytest.raises(ZeroDivisionError), optimizer.averaged():
+        _ = 1 / 0
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_before_the_first_step_the_average_is_the_weights() -> None:
+    model = mlp()
+    before = weights(model)
+    with AutoSGD(model).averaged():
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_parameter_that_never_moves_keeps_its_value() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(3))
+    before = model[0].weight.clone()
+    with optimizer.averaged():
+        assert torch.equal(model[0].weight, before)
+
+
+def test_batch_norm_statistics_are_averaged_with_the_weights() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3), nn.BatchNorm1d(3, affine=False)
+    )
+    optimizer = AutoSGD(model, rule="paper")
+    wanted: dict[str, torch.Tensor] = {}
+    for step, batch in enumerate(batches(20), 1):
+        train(model, optimizer, [batch])
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                last = wanted.get(name, buffer.clone())
+                wanted[name] = last + newest(step) * (buffer - last)
+    before = snapshot(model, optimizer)
+    with optimizer.averaged():
+        for name, value in wanted.items():
+            torch.testing.assert_close(model.get_buffer(name), value, rtol=1e-5, atol=1e-6)
+            assert not torch.equal(model.get_buffer(name), before["model"][name])
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_the_average_survives_a_checkpoint() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(5))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other = copy.deepcopy(model)
+    loaded = AutoSGD(other)
+    other.load_state_dict(saved[0])
+    loaded.load_state_dict(saved[1])
+    for one, opt in ((model, optimizer), (other, loaded)):
+        train(one, opt, batches(3))
+    with optimizer.averaged(), loaded.averaged():
+        assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_half_precision_weights_lose_nothing_by_an_evaluation() -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(5, dtype=torch.bfloat16))
+    before = snapshot(model, optimizer)
+    with optimizer.averaged():
+        pass
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_what_cannot_be_done_inside_is_refused() -> None:
+    model = mlp()
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(2))
+    with optimizer.averaged():
+        backward(model, batches(1)[0])
+        with pytest.raises(RuntimeError, match=r"inside `with opt\.averaged"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"inside `with opt\.averaged"):
+            optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="inside itself"), optimizer.averaged():
+            pass
+
+
+def test_without_an_average() -> None:
+    model = mlp()
+    optimizer = AutoSGD(model, average=False)
+    train(model, optimizer, batches(2))
+    assert not any("average" in key for state in optimizer.state.values() for key in state)
+    with pytest.raises(RuntimeError, match="average=True"), optimizer.averaged():
+        pass

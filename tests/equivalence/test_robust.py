@@ -1,0 +1,112 @@
+"""rule="robust" is what docs/math.md says: the library against one tensor and one sample at a time."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
+from reference import NaiveRobust, contributions
+
+KINDS: dict[str, Any] = {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad}
+TOLERANCE = 1e-9  # float64, some hundred operations on each number
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(samples, 4, dtype=torch.float64)
+    return x, x[:, :3].argmax(1)
+
+
+def loss_of(x: Tensor, y: Tensor, model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("sizes", [(12, 16), (4, 1), (1,)], ids=["several", "sometimes one", "always one sample"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_naive_rule(kind: str, sizes: tuple[int, ...]) -> None:
+    """Three regimes: the warm-up, a steady phase, and another teacher, while whose lesson is learned n falls."""
+    model = net()
+    shadow = copy.deepcopy(model)
+    naive = NaiveRobust(dict(model.named_parameters()), kind)
+    optimizer = KINDS[kind](model)
+    counts = []
+    for step in range(160):
+        x, y = batch(sizes[step % len(sizes)])
+        if step >= 120:
+            y = (y + 1) % 3
+        optimizer.zero_grad()
+        loss_of(x, y, model).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in shadow.named_parameters():
+                parameter.copy_(naive.tensors[name].weight)
+        naive.step(contributions(shadow, partial(loss_of, x, y)))
+        for name, chosen in optimizer.tuned().items():
+            where = f"{name} at step {step}"
+            assert chosen.lr == pytest.approx(naive.tensors[name].rate, rel=TOLERANCE), where
+            wanted = naive.tensors[name].weight
+            assert (model.get_parameter(name) - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), where
+        counts.append(naive.count)
+    if 1 not in sizes:  # noise as large as that of one sample hides the change for longer
+        assert any(later < earlier for earlier, later in itertools.pairwise(counts))  # n did fall
+    with optimizer.averaged():
+        for name, parameter in model.named_parameters():
+            wanted = naive.tensors[name].average
+            assert (parameter - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
+def test_the_scale_of_the_loss_changes_nothing(kind: str, scale: float) -> None:
+    """A power of two, so that not even rounding differs; eps of the metrics is the one thing with a unit."""
+    options: dict[str, Any] = {} if kind == "sgd" else {"eps": 1e-30}
+    found = []
+    for factor in (1.0, scale):
+        torch.manual_seed(1)
+        model = net()
+        optimizer = KINDS[kind](model, **options)
+        for _ in range(20):
+            x, y = batch(8)
+            optimizer.zero_grad()
+            (factor * loss_of(x, y, model)).backward()
+            optimizer.step()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= 1e-12 * one.abs().max()
+
+
+def test_no_step_is_longer_than_the_largest_relative_step() -> None:
+    model = nn.Linear(40, 30).double()
+    optimizer = AutoSGD(model)
+    for _ in range(300):
+        x = torch.randn(16, 40, dtype=torch.float64)
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        (model(x) - x[:, :30]).square().mean().backward()
+        optimizer.step()
+        # |d| of one step may exceed its average over the last steps, by which the rule divides: twice is plenty
+        assert (model.weight - before).norm() <= 2 * 0.008 * before.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_too_small_to_square_moves_no_weight_far(kind: str) -> None:
+    """Squares of float32 are inexact from 1e-38 on and zero from 1e-45 on; g may keep one where u = g/10 does not."""
+    for exponent in range(170, 250):
+        model = nn.Linear(8, 4)
+        optimizer = KINDS[kind](model)
+        x, before = torch.randn(16, 8), model.weight.detach().clone()
+        (10 ** (-exponent / 10) * (model(x) - x[:, :4]).square().mean()).backward()
+        optimizer.step()
+        optimizer.detach()
+        assert (model.weight - before).norm() <= 0.008 * before.norm(), exponent

@@ -1,0 +1,84 @@
+"""rule="robust", one tensor and one sample at a time, in plain numbers; shares nothing with the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class NaiveRobust:
+    """The tensors of a model under the robust rule, given their c_i. `metric` is "sgd", "adam" or "adagrad"."""
+
+    def __init__(self, weights: dict[str, Tensor], metric: str) -> None:
+        self.tensors = {name: _Tensor(weight, metric) for name, weight in weights.items()}
+        self.count = 0.0  # n
+
+    def step(self, contributions: dict[str, Tensor]) -> None:
+        self.count += 1
+        tensors = [(self.tensors[name], c) for name, c in contributions.items()]
+        ratios = [tensor.look(c) for tensor, c in tensors]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if known and sum(known) / len(known) > 0.3:
+            self.count /= 2
+        for tensor, _ in tensors:
+            tensor.move(self.count)
+
+
+class _Tensor:
+    def __init__(self, weight: Tensor, metric: str) -> None:
+        self.weight = weight.detach().double().clone()
+        self.average = self.weight.clone()
+        self.metric = metric
+        self.estimate = torch.zeros_like(self.weight)
+        self.square = torch.zeros_like(self.weight)
+        self.t = 0
+        self.sizes: list[float] = []  # |d|² of every step
+        self.gradients: list[float] = []  # <g, g> of every step
+        self.variances: list[float] = []  # V̂ of every step with a spread
+        self.alignments: list[float] = []  # <g, u> of every step but the first
+        self.rate = 0.0
+
+    def look(self, contributions: Tensor) -> float | None:
+        """Take the gradient in; the alignment over the noise of the steps before, where that can be said."""
+        N, g = len(contributions), contributions.sum(0)
+        h = self.h = self._next_metric(g)
+        noise = recent(self.variances) if self.variances else recent(self.gradients)
+        if self.t > 0:
+            self.alignments.append((g * self.estimate / h).sum().item() / (1 - 0.9**self.t))
+        ratio = recent(self.alignments, 0.9) / noise if self.t > 10 and noise > 0 else None
+        if N > 1:
+            spread = sum((((c - g / N) ** 2) / h).sum().item() for c in contributions)
+            self.variances.append(N / (N - 1) * spread)  # V̂ of g = Σ c_i
+        self.gradients.append((g * g / h).sum().item())
+        self.t += 1
+        self.estimate = 0.9 * self.estimate + 0.1 * g
+        return ratio
+
+    def move(self, count: float) -> None:
+        d = self.estimate / (1 - 0.9**self.t) / self.h
+        self.sizes.append((d * d).sum().item())
+        ratio = min(0.008, 0.2 / max(count, 1) ** 0.5) * min(1, self.t / 100)
+        length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
+        self.rate = ratio * length / recent(self.sizes) ** 0.5
+        self.weight = self.weight - self.rate * d
+        newest = 5 / (max(count, 1) + 4)
+        self.average = (1 - newest) * self.average + newest * self.weight
+
+    def _next_metric(self, g: Tensor) -> Tensor:
+        if self.metric == "sgd":
+            return torch.ones_like(g)
+        if self.metric == "adagrad":
+            self.square = self.square + g * g
+            return self.square.sqrt() + 1e-10
+        self.square = 0.99 * self.square + 0.01 * g * g
+        return (self.square / (1 - 0.99 ** (self.t + 1))).sqrt() + 1e-8
+
+
+def recent(values: Iterable[float], decay: float = 0.99) -> float:
+    """The average with weights that fall by `decay` with every step of age."""
+    above = below = 0.0
+    for value in values:
+        above, below = decay * above + value, decay * below + 1
+    return above / below if below else 0.0
