@@ -18,7 +18,10 @@ from autoopt_lab.engine.launches import conv_weight_gradient, window
 TF32, BYTES = 494e12, 4.8e12  # per second: H200, by its datasheet, dense
 PRODUCTS = 3  # of tf32 numbers in one product at tf32x3
 EPOCH = {"cifar10": 50_000, "mnist": 60_000}
-STATE = {"sgd": 1, "adam": 2, "adagrad": 2, "auto-sgd": 1, "auto-adam": 2, "auto-adagrad": 2}  # values per parameter
+STATE = {  # values per parameter
+    "sgd": 1, "adam": 2, "adagrad": 2, "paper-sgd": 1, "paper-adam": 2, "paper-adagrad": 2,
+    "auto-sgd": 2, "auto-adam": 3, "auto-adagrad": 3,
+}  # fmt: skip
 
 
 def multiply_adds(net: Net) -> int:
@@ -29,7 +32,7 @@ def multiply_adds(net: Net) -> int:
 
 def bytes_moved(net: Net, rule: str, batch: int) -> int:
     """Per run and step, if each kernel read its inputs and wrote its outputs once, and the update were one kernel."""
-    moments = rule.startswith("auto")
+    moments = rule.startswith(("auto", "paper"))
     channels, height, width = net.image
     floats = 2 * batch * channels * height * width  # the batch is gathered from the data set
     origins = 0

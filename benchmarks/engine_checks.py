@@ -69,8 +69,10 @@ def alone(name: str, rule: str, compile_update: bool = False, steps: int = 40) -
 
 def setting(rule: str, generator: random.Random) -> Run:
     seed = generator.randrange(10_000)
-    if rule.startswith("auto"):
+    if rule.startswith("paper"):
         return Run(seed, {"smoothing": generator.choice((0.9, 0.99, 0.999, 0.9999)), "lr": generator.uniform(0.3, 1)})
+    if rule.startswith("auto"):
+        return Run(seed, {"lr": generator.uniform(0.3, 1)})
     low, high = (-5, -2) if rule == "adam" else (-4, 0)
     options = {"lr": 10 ** generator.uniform(low, high), "momentum": generator.choice((0.0, 0.3, 0.8, 0.9, 0.99))}
     return Run(seed, options)

@@ -30,7 +30,7 @@ from autoopt_lab.engine.train import Backend, Chunk
 from autoopt_lab.tasks import Data
 
 Job = tuple[str, int, str, bool, int | None]  # net, batch, precision, second moments, which launch of engine_tune
-TIMED_RULES = ("sgd", "adam", "auto-sgd", "auto-adam")
+TIMED_RULES = ("sgd", "adam", "paper-sgd", "paper-adam")
 ENOUGH = 205  # seconds after which nothing optional is begun
 
 
@@ -125,7 +125,7 @@ class Session:
                     with attempt(f"check {name} {rule} {precision}"):
                         key = f"{name} {rule} {precision}"
                         self.results["check"][key] = against_float64(name, precision, rule)
-            for rule in ("sgd", "adam", "auto-sgd"):
+            for rule in ("sgd", "adam", "paper-sgd"):
                 with attempt(f"alone {name} {rule}"):
                     self.results["alone"][f"{name} {rule}"] = alone(name, rule)
         self.stamp("checked against float64")
@@ -148,7 +148,7 @@ class Session:
                     self.measure("triton tf32x3", name, rule, batch, fused(net))
             for runs in (32, 64, 256):
                 self.measure(f"triton tf32x3 K={runs}", name, "sgd", 128, fused(net), runs=runs)
-            for rule in ("sgd", "auto-sgd"):
+            for rule in ("sgd", "paper-sgd"):
                 self.measure("torch float32", name, rule, 128, Reference(net), runs=64)
             torch.backends.cuda.matmul.allow_tf32 = True
             self.measure("torch tf32", name, "sgd", 128, Reference(net), runs=64)
@@ -167,13 +167,13 @@ class Session:
         for name in NETS:
             with attempt(f"epoch {name}"):
                 self.results["epoch"].append(one_epoch(name, self.data[name]))
-            for rule in ("sgd", "adam", "auto-sgd"):
+            for rule in ("sgd", "adam", "paper-sgd"):
                 with attempt(f"effect of precision {name} {rule}"):
                     self.results["precision"].append(effect_of_precision(name, self.data[name], rule))
 
     def compile_update(self) -> None:
         """torch.compile takes some seconds for each rule, and again for a run alone."""
-        for rule in ("adam", "auto-adam"):
+        for rule in ("adam", "paper-adam"):
             if self.seconds < ENOUGH:
                 with attempt(f"compiled update alone {rule}"):
                     self.results["alone"][f"cifar10 {rule} compiled"] = alone("cifar10", rule, compile_update=True)

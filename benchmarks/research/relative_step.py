@@ -21,8 +21,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from autoopt_lab.engine import Plan, Run
-from autoopt_lab.engine.auto import RULES, Automatic
+from autoopt_lab.engine import RULES, Plan, Run
+from autoopt_lab.engine.auto import Automatic
 from autoopt_lab.engine.rules import AdaGradMetric, AdamMetric, Identity, State, Step, Trace, divided
 from autoopt_lab.engine.train import Chunk, Result, make_backend
 from autoopt_lab.tasks import cifar10, mnist

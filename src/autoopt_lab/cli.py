@@ -22,7 +22,7 @@ except ImportError as missing:
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help need not wait for torch
     from autoopt_lab.compare import Comparison
-    from autoopt_lab.demo import Result, Row
+    from autoopt_lab.demo import Row
     from autoopt_lab.record import Job, Manifest
     from autoopt_lab.results import Results
 
@@ -128,8 +128,10 @@ def paper(
 
 @app.command(epilog="Example: autoopt sweep --task mnist --optimizer sgd --lr 0.01,0.1 --momentum 0,0.9 --seeds 0:3")
 def sweep(
-    task: Annotated[str, typer.Option(help="mnist, cifar10, or a Python file of your own with NET and data(folder).")],
-    optimizer: Annotated[str, typer.Option(help="sgd, adam, adagrad, auto-sgd, auto-adam or auto-adagrad.")],
+    task: Annotated[str, typer.Option(help="digits, mnist, cifar10, or a Python file with NET and data(folder).")],
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, adam, adagrad; auto-sgd, ...: the library's default; paper-sgd, ...: Algorithm 1.")
+    ],
     out: Annotated[Path, typer.Option(help="Run folder: gone on with, or added to, if it is there.")] = Path(
         "runs/sweep"
     ),
@@ -166,7 +168,9 @@ def sweep(
 @app.command(epilog="Examples: autoopt train; autoopt train --task my_task.py:task --optimizer adam --lr 0.001")
 def train(
     task: Annotated[str, typer.Option(help="digits, mnist, cifar10, or FILE.py:NAME, a Task of your own.")] = "digits",
-    optimizer: Annotated[str, typer.Option(help="auto-sgd, auto-adam, auto-adagrad, sgd, adam, adagrad.")] = "auto-sgd",
+    optimizer: Annotated[
+        str, typer.Option(help="auto-sgd, auto-adam, auto-adagrad; paper-sgd, ...: Algorithm 1; sgd, adam, adagrad.")
+    ] = "auto-sgd",
     out: Annotated[Path, typer.Option(help="Run folder: added to if it is there.")] = Path("runs/train"),
     lr: Annotated[float | None, typer.Option(help="Learning rate of a plain optimizer.", min=0)] = None,
     batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 64,
@@ -313,12 +317,13 @@ def _results(out: Path) -> "Results":
 def _show_best(results: "Results") -> None:
     from autoopt_lab.table2 import cells, spread
 
-    ranked = sorted(cells(results), key=lambda cell: (math.isnan(cell.test.mean), cell.test.mean))
+    ranked = sorted(cells(results), key=lambda cell: (math.isnan(cell.advised.mean), cell.advised.mean))
     table = Table(title=f"The best of {len(ranked)} settings", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("Optimizer", "Setting", "Test error", "Train error", "Seeds"):
+    for heading in ("Optimizer", "Setting", "Test error", "Averaged", "Train error", "Seeds"):
         table.add_column(heading)
     for cell in ranked[:10]:
-        table.add_row(cell.optimizer, cell.config, spread(cell.test), spread(cell.train), str(cell.seeds))
+        averaged = spread(cell.averaged) if cell.averaged else ""
+        table.add_row(cell.optimizer, cell.config, spread(cell.test), averaged, spread(cell.train), str(cell.seeds))
     Console().print(table)
 
 
@@ -355,20 +360,18 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _table(rows: list["Row"]) -> Table:
+    from autoopt_lab.demo import percent
+    from autoopt_lab.names import label
+
     table = Table(title=f"Final test error, mean over {SEEDS} seeds", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("Optimizer", "Auto", "Best of the grid", "Median", "Worst"):
+    for heading in ("Optimizer", "Averaged", "Last", "Best of the grid", "Median", "Worst"):
         table.add_column(heading)
     for row in rows:
-        cells = (_cell(result) for result in (row.auto, row.best, row.median, row.worst))
-        table.add_row(row.auto.setting.optimizer, *cells)
+        errors = [percent(error) for error in (row.auto.error, row.auto.last, row.best.error)]
+        errors[-1] += f" at {row.best.setting.lr:.2g}"
+        rest = (percent(result.error) for result in (row.median, row.worst))
+        table.add_row(label(row.auto.setting.optimizer), *errors, *rest)
     return table
-
-
-def _cell(result: "Result") -> str:
-    from autoopt_lab.demo import percent
-
-    rate = "" if result.setting.lr is None else f" at {result.setting.lr:.2g}"
-    return f"{percent(result.error)}{rate}"
 
 
 if __name__ == "__main__":

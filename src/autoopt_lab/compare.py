@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autoopt_lab.names import DEFAULT
 from autoopt_lab.peers import METHODS, Method, Training
 from autoopt_lab.processes import each
 from autoopt_lab.single import load_task
@@ -162,17 +163,21 @@ def _failures(runs: list[Outcome], cost: Cost) -> list[str]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """The winner, and where the automatic optimizers came in."""
+    """The winner, and where the automatic optimizers came in; each by the weights that its authors say to evaluate."""
     rows = comparison.rows
     best, total = rows[0], len(rows)
     if math.isnan(best.advised.mean):
         return f"None of the {total} optimizers reached the end."
-    said = [f"Lowest test error of {total}: {best.method.label}, {percent(best.advised.mean)}"]
+    said = [f"Lowest test error of {total}: {best.method.label}, {_quoted(best)}"]
     for rank, row in enumerate(rows, 1):
-        if row.name.startswith("auto-") and row is not best:
-            place = "did not reach the end" if math.isnan(row.advised.mean) else f"{percent(row.advised.mean)}"
+        if row.name in DEFAULT and row is not best:
+            place = "did not reach the end" if math.isnan(row.advised.mean) else _quoted(row)
             said.append(f"{row.method.label} {place}, rank {rank}")
     return "; ".join(said) + "."
+
+
+def _quoted(row: Row) -> str:
+    return f"{percent(row.advised.mean)} ({'last' if row.averaged is None else 'averaged'} weights)"
 
 
 HEADINGS = ("Optimizer", "Last weights", "Averaged", "Time", "Memory", "State", "Reads", "Failures")

@@ -4,17 +4,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autoopt_lab.names import DEFAULT, label
 from autoopt_lab.processes import each
 from autoopt_lab.tasks import Task
 from autoopt_lab.train import Run, Setting, train
 
-COUNTERPARTS = {"AutoSGD": "SGD", "AutoAdam": "Adam", "AutoAdaGrad": "Adagrad"}
 RATES = tuple(10 ** (half_decade / 2) for half_decade in range(-8, 1))  # the paper's: 10^-4 ... 1
 
 
 def settings(epochs: int) -> list[Setting]:
-    auto = [Setting(name, epochs) for name in COUNTERPARTS]
-    return auto + [Setting(name, epochs, rate) for name in COUNTERPARTS.values() for rate in RATES]
+    auto = [Setting(name, epochs) for name in DEFAULT]
+    return auto + [Setting(name, epochs, rate) for name in DEFAULT.values() for rate in RATES]
 
 
 def train_all(task: Task, settings: list[Setting], seeds: list[int], workers: int) -> Iterator[Run]:
@@ -31,9 +31,10 @@ class Result:
     """One setting: the final test error, averaged over the seeds, with its range. NaN: a run diverged."""
 
     setting: Setting
-    error: float
+    error: float  # of the averaged weights where the optimizer keeps them, else of the last
     lowest: float
     highest: float
+    last: float  # of the last weights
     seconds: float  # of one run, on average
 
 
@@ -49,7 +50,7 @@ class Row:
 
 
 def table(runs: list[Run]) -> list[Row]:
-    return [_row(runs, auto, plain) for auto, plain in COUNTERPARTS.items()]
+    return [_row(runs, auto, plain) for auto, plain in DEFAULT.items()]
 
 
 def _row(runs: list[Run], auto: str, plain: str) -> Row:
@@ -61,11 +62,16 @@ def _row(runs: list[Run], auto: str, plain: str) -> Row:
 
 def _result(runs: list[Run], optimizer: str, lr: float | None) -> Result:
     mine = [run for run in runs if (run.setting.optimizer, run.setting.lr) == (optimizer, lr)]
-    errors = [run.test_error for run in mine]
     seconds = sum(run.seconds for run in mine) / len(mine)
-    if not all(map(math.isfinite, errors)):
-        return Result(mine[0].setting, math.nan, math.nan, math.nan, seconds)
-    return Result(mine[0].setting, sum(errors) / len(errors), min(errors), max(errors), seconds)
+    errors = [run.advised_errors[-1] for run in mine]
+    last = _mean([run.test_error for run in mine])
+    if math.isnan(_mean(errors)):
+        return Result(mine[0].setting, math.nan, math.nan, math.nan, last, seconds)
+    return Result(mine[0].setting, _mean(errors), min(errors), max(errors), last, seconds)
+
+
+def _mean(errors: list[float]) -> float:
+    return sum(errors) / len(errors) if all(map(math.isfinite, errors)) else math.nan
 
 
 def percent(error: float) -> str:
@@ -79,13 +85,14 @@ def span(result: Result) -> str:
 
 def verdict(rows: list[Row], level: float) -> str:
     """One sentence on the final test errors. Differences of up to `level` are called level."""
-    return f"Test error without a learning rate: {'; '.join(_clause(row, level) for row in rows)}."
+    clauses = "; ".join(_clause(row, level) for row in rows)
+    return f"Test error without a learning rate, of the averaged weights: {clauses}."
 
 
 def _clause(row: Row, level: float) -> str:
     auto, best, median = row.auto.error, row.best.error, row.median.error
-    subject = f"{row.auto.setting.optimizer} {percent(auto)}"
-    grid = f"{len(row.grid)} rates for {row.best.setting.optimizer}"
+    subject = f"{label(row.auto.setting.optimizer)} {percent(auto)}"
+    grid = f"{len(row.grid)} rates for {label(row.best.setting.optimizer)}"
     the_best = f"the best of {grid} ({percent(best)})"
     if math.isnan(best):
         return f"{subject}, all {grid} diverged"

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
+from autoopt_lab.names import ALGORITHM_1, DEFAULT, label
 from autoopt_lab.sweep import SweepError
 from autoopt_lab.tasks import Task
+from autoopt_lab.train import AUTO
 
 REFRESH = 50  # batches; schedule_free's README, "Caveats": running statistics of BatchNorm
 
@@ -37,11 +38,12 @@ class Method:
     needs_loss: bool = False  # step(loss=...)
     switches: bool = False  # the optimizer's train() and eval(): the weights to evaluate are those after eval()
     averager: Callable[[nn.Module], Any] | None = None  # has step(), after the optimizer's, and averaged_model
+    exchanges: bool = False  # the optimizer's averaged(): a context in which the weights are the averaged ones
 
     @property
     def averages(self) -> bool:
         """Its authors say to evaluate averaged weights, not the last ones."""
-        return self.switches or self.averager is not None
+        return self.switches or self.exchanges or self.averager is not None
 
     @property
     def installed(self) -> bool:
@@ -106,10 +108,13 @@ def _sgd(model: nn.Module) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+def _ours(name: str, setting: str, make: Callable[[nn.Module], Any], exchanges: bool = False) -> Method:
+    return Method(label(name), setting, "defaults", make, "autoopt", "autoopt", exchanges=exchanges)
+
+
 METHODS = {
-    "auto-sgd": Method("AutoSGD", "no setting", "defaults", AutoSGD, "autoopt", "autoopt"),
-    "auto-adam": Method("AutoAdam", "no setting", "defaults", AutoAdam, "autoopt", "autoopt"),
-    "auto-adagrad": Method("AutoAdaGrad", "no setting", "defaults", AutoAdaGrad, "autoopt", "autoopt"),
+    **{name: _ours(name, "no setting", AUTO[name], exchanges=True) for name in DEFAULT},
+    **{name: _ours(name, "the paper's rule, last weights", AUTO[name]) for name in ALGORITHM_1},
     "adamw": Method("AdamW", "rate 0.001, decay 0.01", "defaults of torch.optim.AdamW", _adamw),
     "sgd": Method("SGD", "rate 0.01, momentum 0.9", "the first example on torch.optim's page", _sgd),
     "prodigy": Method("Prodigy", "lr 1", "README of prodigyopt, “How to use”", _prodigy, "prodigyopt", "prodigyopt"),
@@ -236,6 +241,10 @@ class Training:
         """The model with the averaged weights; `batches` of inputs are there for BatchNorm's running statistics."""
         if self.averager is not None:
             yield self.averager.averaged_model
+            return
+        if self.method.exchanges:
+            with self.optimizer.averaged():
+                yield self.model
             return
         self.optimizer.eval()
         if _batch_norms(self.model):

@@ -28,7 +28,7 @@ try:
 except ImportError:  # not a POSIX system: the folder is not protected from a second sweep
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = 1
+FORMAT = 2  # of 1, auto-* was the paper's rule
 IDENTITY = ("task", "optimizer", "batch", "seed")
 MEASURED = ("test_error", "train_error", "average_test_error", "test_loss", "train_loss")
 

@@ -15,16 +15,6 @@ from autoopt_lab.sweep import SweepError, module_of
 from autoopt_lab.tasks import Data, Task
 from autoopt_lab.train import AUTO, PLAIN, Run, Setting, train
 
-OPTIMIZERS = {
-    "auto-sgd": "AutoSGD",
-    "auto-adam": "AutoAdam",
-    "auto-adagrad": "AutoAdaGrad",
-    "sgd": "SGD",
-    "adam": "Adam",
-    "adagrad": "Adagrad",
-}
-assert set(OPTIMIZERS.values()) == {*AUTO, *PLAIN}
-
 
 def load_task(name: str, folder: Path | None = None) -> Task:
     """digits, mnist, cifar10, or FILE.py:NAME, a Task in a file of the user's own."""
@@ -74,9 +64,9 @@ def check_task(task: Task) -> None:
 
 
 def manifest(task: str, optimizer: str, lr: float | None, batch: int, epochs: int, seeds: Sequence[int]) -> Manifest:
-    if optimizer not in OPTIMIZERS:
-        raise SweepError(f"there is no optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
-    if (lr is None) == (OPTIMIZERS[optimizer] in PLAIN):
+    if optimizer not in {**AUTO, **PLAIN}:
+        raise SweepError(f"there is no optimizer {optimizer!r}: choose one of {', '.join([*AUTO, *PLAIN])}")
+    if (lr is None) == (optimizer in PLAIN):
         needed = "takes no learning rate: leave --lr away" if lr is not None else "needs a learning rate: give --lr"
         raise SweepError(f"{optimizer} {needed}")
     options: dict[str, float] = {} if lr is None else {"lr": lr}
@@ -88,7 +78,7 @@ def train_each(folder: Folder, jobs: Sequence[Job], conditions: Conditions, data
     """Train the jobs one after the other and put each into the folder."""
     for job in jobs:
         task = load_task(job.task, data)
-        setting = Setting(OPTIMIZERS[job.optimizer], conditions.epochs, dict(job.options).get("lr"), job.batch)
+        setting = Setting(job.optimizer, conditions.epochs, dict(job.options).get("lr"), job.batch)
         start = time.monotonic()
         run = train(task, setting, job.seed)
         made = provenance("cpu") | {"seconds": round(time.monotonic() - start, 3), "conditions": asdict(conditions)}
@@ -106,7 +96,7 @@ def _columns(job: Job, run: Run) -> Columns:
         **{name: np.array([value]) for name, value in job.options},
         "test_error": np.array([run.test_errors[1:]], np.float32),
         "train_error": np.array([run.train_error], np.float32),
-        "average_test_error": missing,
+        "average_test_error": np.array(run.averaged_errors[-1:], np.float32) if run.averaged_errors else missing,
         "test_loss": missing,
         "train_loss": missing,
     }

@@ -25,7 +25,7 @@ from autoopt_lab.provenance import provenance
 from autoopt_lab.record import Columns, Conditions, Folder, Job, Manifest, Part, three_digits
 from autoopt_lab.tasks import Data
 
-TASKS = ("mnist", "cifar10")
+TASKS = ("digits", "mnist", "cifar10")
 SAMPLES = 16384  # in one step of all runs of a chunk on a GPU
 
 

@@ -3,26 +3,29 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
+from autoopt import AutoAdaGrad, AutoAdam, AutoOptimizer, AutoSGD
 from autoopt_lab.tasks import Task
 
-AutoOptimizer = AutoSGD | AutoAdam | AutoAdaGrad
-
+# By the names of autoopt_lab.names.
 AUTO: dict[str, Callable[[nn.Module], AutoOptimizer]] = {
-    "AutoSGD": AutoSGD,
-    "AutoAdam": AutoAdam,
-    "AutoAdaGrad": AutoAdaGrad,
+    "auto-sgd": AutoSGD,
+    "auto-adam": AutoAdam,
+    "auto-adagrad": AutoAdaGrad,
+    "paper-sgd": partial(AutoSGD, rule="paper", average=False),
+    "paper-adam": partial(AutoAdam, rule="paper", average=False),
+    "paper-adagrad": partial(AutoAdaGrad, rule="paper", average=False),
 }
 # The paper's plain optimizers; its momentum is damped: ĝ = β ĝ + (1 - β) g.
 PLAIN: dict[str, Callable[[nn.Module, float], Optimizer]] = {
-    "SGD": lambda model, lr: SGD(model.parameters(), lr=lr, momentum=0.9, dampening=0.9),
-    "Adam": lambda model, lr: Adam(model.parameters(), lr=lr, betas=(0.9, 0.99)),
-    "Adagrad": lambda model, lr: Adagrad(model.parameters(), lr=lr),
+    "sgd": lambda model, lr: SGD(model.parameters(), lr=lr, momentum=0.9, dampening=0.9),
+    "adam": lambda model, lr: Adam(model.parameters(), lr=lr, betas=(0.9, 0.99)),
+    "adagrad": lambda model, lr: Adagrad(model.parameters(), lr=lr),
 }
 
 
@@ -59,7 +62,8 @@ class Run:
     task: str
     setting: Setting
     seed: int
-    test_errors: list[float]
+    test_errors: list[float]  # of the last weights
+    averaged_errors: list[float]  # on the test data too, of the averaged weights; empty where there are none
     train_error: float
     traces: dict[str, Trace]  # by parameter name; empty for plain optimizers
     seconds: float = field(compare=False)  # in the optimisation steps alone: not part of the result
@@ -67,6 +71,11 @@ class Run:
     @property
     def test_error(self) -> float:
         return self.test_errors[-1]
+
+    @property
+    def advised_errors(self) -> list[float]:
+        """Of the weights to evaluate: their average where the optimizer keeps one."""
+        return self.averaged_errors or self.test_errors
 
 
 def train(task: Task, setting: Setting, seed: int, trace_every: int = 4) -> Run:
@@ -78,6 +87,8 @@ def train(task: Task, setting: Setting, seed: int, trace_every: int = 4) -> Run:
         order = torch.Generator().manual_seed(seed)  # of its own: a model with dropout sees the same batches
         traces: dict[str, Trace] = {}
         test_errors = [_error(task, model, data.test_inputs, data.test_targets)]
+        averages = isinstance(optimizer, AutoOptimizer) and optimizer.defaults["average"]
+        averaged_errors = test_errors[:] if averages else []
         seconds, step = 0.0, 0
         for _ in range(setting.epochs):
             shuffled = torch.randperm(len(data.train_targets), generator=order)
@@ -90,8 +101,11 @@ def train(task: Task, setting: Setting, seed: int, trace_every: int = 4) -> Run:
                     _trace(traces, step + 1, optimizer)
                 step += 1
             test_errors.append(_error(task, model, data.test_inputs, data.test_targets))
+            if isinstance(optimizer, AutoOptimizer) and averages:
+                with optimizer.averaged():
+                    averaged_errors.append(_error(task, model, data.test_inputs, data.test_targets))
         train_error = _error(task, model, data.train_inputs, data.train_targets)
-    return Run(task.name, setting, seed, test_errors, train_error, traces, seconds)
+    return Run(task.name, setting, seed, test_errors, averaged_errors, train_error, traces, seconds)
 
 
 def _optimizer(setting: Setting, model: nn.Module) -> Optimizer:

@@ -16,7 +16,7 @@ def manifest(seeds: int = 8, conditions: Conditions = CONDITIONS) -> Manifest:
     grid = tuple({"lr": rate, "momentum": momentum} for rate in (0.01, 0.1) for momentum in (0.0, 0.9))
     groups = (
         Group(TASK, "sgd", (4, 8), grid, tuple(range(seeds))),
-        Group(TASK, "auto-sgd", (4, 8), ({"smoothing": 0.9},), tuple(range(seeds))),
+        Group(TASK, "paper-sgd", (4, 8), ({"smoothing": 0.9},), tuple(range(seeds))),
     )
     return Manifest("tiny", conditions, groups)
 

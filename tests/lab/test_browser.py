@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import test_compare
 import test_demo
 import test_paper
 from browser import CHROMIUM, Browser
 from sweep_tools import manifest, run
 
-from autoopt_lab.report import page, paper_page, run_page
+from autoopt_lab.compare import HEADINGS
+from autoopt_lab.report import compare_page, page, paper_page, run_page
 from autoopt_lab.results import load
 from autoopt_lab.tasks.digits import task
 
@@ -22,18 +24,20 @@ pytestmark = [
 
 # By page: the table that sorts and filters, its headings, and words that some of its rows have.
 PAGES = {
-    "demo": ("runs", ["Optimizer", "Rate", "Seed", "Train error", "Test error", "Seconds"], "adam 0.01"),
+    "demo": ("runs", ["Optimizer", "Rate", "Seed", "Train error", "Test error", "Averaged", "Seconds"], "adam 0.01"),
     "report": (
         "settings",
-        ["Data", "Optimizer", "Setting", "Test error", "Train error", "Seeds", "Diverged"],
+        ["Data", "Optimizer", "Setting", "Test error", "Averaged", "Train error", "Seeds", "Diverged"],
         "auto 8",
     ),
     "paper": (
         "settings",
-        ["Data", "Optimizer", "Setting", "Test error", "Train error", "Seeds", "Diverged"],
+        ["Data", "Optimizer", "Setting", "Test error", "Averaged", "Train error", "Seeds", "Diverged"],
         "adam 128",
     ),
+    "compare": ("compared", list(HEADINGS), "auto no"),
 }
+ERROR = {"compare": "Averaged"}  # the heading to sort by; "Test error" elsewhere
 ROWS = "[...document.querySelector('table.sortable').tBodies[0].rows]"
 FOCUSED = "(e => (e.getAttribute('aria-label') || e.placeholder || e.textContent).trim())(document.activeElement)"
 
@@ -46,6 +50,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "demo": page.render(page.Report(task, test_demo.runs(0.01, 0.02, 0.3), workers=2, seconds=1.0)),
         "report": run_page.render(load(folder / "tiny")[0]),
         "paper": paper_page.render(test_paper.results(test_paper.as_published)),
+        "compare": compare_page.render(test_compare.comparison()),
     }
     for name, html in content.items():
         (folder / f"{name}.html").write_text(html, encoding="utf-8")
@@ -113,8 +118,9 @@ def test_the_table_is_reached_and_sorted_by_keyboard(name: str, browser: Browser
         order.append(browser.run(FOCUSED))
     assert order == headings
     browser.open(pages[name])
-    reach(browser, "Test error")
-    heading = headings.index("Test error")
+    error = ERROR.get(name, "Test error")
+    reach(browser, error)
+    heading = headings.index(error)
     before = column(browser, heading)
     browser.press("Enter")
     assert column(browser, heading) == sorted(before)

@@ -138,8 +138,18 @@ def autoopt(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_a_run_is_the_one_that_autoopt_train_does() -> None:
-    ours = train.train(digits, train.Setting("AutoSGD", epochs=2), seed=1)
-    assert compare.train(PLAN, ("auto-sgd", 1)).last == ours.test_errors[1:]
+    ours, found = train.train(digits, train.Setting("auto-sgd", epochs=2), seed=1), compare.train(PLAN, ("auto-sgd", 1))
+    assert (found.last, found.averaged) == (ours.test_errors[1:], ours.averaged_errors[1:])
+    assert found.advised is found.averaged
+
+
+def test_the_papers_rule_is_judged_by_its_last_weights() -> None:
+    paper, found = (
+        train.train(digits, train.Setting("paper-sgd", epochs=2), seed=1),
+        compare.train(PLAN, ("paper-sgd", 1)),
+    )
+    assert (found.last, found.averaged) == (paper.test_errors[1:], [])
+    assert found.last != compare.train(PLAN, ("auto-sgd", 1)).last
 
 
 @pytest.mark.usefixtures("fakes")
@@ -231,8 +241,8 @@ def comparison() -> Comparison:
     """Two seeds each: fine, better with averaging, one seed failed, one seed diverged."""
     nan = math.nan
     outcomes = [
-        Outcome("auto-sgd", 0, [0.5, 0.03], []),
-        Outcome("auto-sgd", 1, [0.5, 0.05], []),
+        Outcome("auto-sgd", 0, [0.5, 0.08], [0.4, 0.03]),
+        Outcome("auto-sgd", 1, [0.5, 0.08], [0.4, 0.05]),
         Outcome("dog", 0, [0.5, 0.90], [0.4, 0.01]),
         Outcome("dog", 1, [0.5, 0.90], [0.4, 0.03]),
         Outcome("prodigy", 0, [0.5, 0.001], []),
@@ -255,7 +265,7 @@ def test_rows_are_ranked_by_the_weights_the_authors_advise_and_no_seed_is_averag
     failure = "seed 1: RuntimeError: no | more; measuring a step: RuntimeError: no | more"
     assert table["Prodigy"][1:] == ["failed", "", "–", "–", "–", "–", failure]
     assert compare.verdict(comparison()).replace("\N{NO-BREAK SPACE}", " ") == (
-        "Lowest test error of 4: DoG, 2.00 %; AutoSGD 4.00 %, rank 2."
+        "Lowest test error of 4: DoG, 2.00 % (averaged weights); AutoSGD 4.00 % (averaged weights), rank 2."
     )
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from plotly.graph_objects import Figure
+from torch import nn
 
 from autoopt_lab import cli
-from autoopt_lab.demo import COUNTERPARTS, RATES, percent, settings, table, verdict
+from autoopt_lab.demo import RATES, percent, settings, table, verdict
+from autoopt_lab.names import DEFAULT, label
 from autoopt_lab.report.page import Report, render
+from autoopt_lab.tasks import Data, Task
 from autoopt_lab.tasks.digits import task
 from autoopt_lab.train import Run, Setting, Trace, train
 
@@ -22,9 +25,12 @@ IMAGE = 1 / 517
 
 
 def run(setting: Setting, errors: list[float], seed: int = 0) -> Run:
+    """The errors are of the weights to evaluate: of an automatic optimizer's average, whose last weights do worse."""
     tensor = Trace(step=[1, 5], lr=[0.5, 0.25], momentum=[0.0, 0.5], noise=[1.0, 2.0])
-    traces = {"conv1.weight": tensor, "conv1.bias": tensor} if setting.lr is None else {}
-    return Run("digits", setting, seed, errors, errors[-1], traces, seconds=1.0)
+    if setting.lr is not None:
+        return Run("digits", setting, seed, errors, [], errors[-1], {}, seconds=1.0)
+    traces, last = {"conv1.weight": tensor, "conv1.bias": tensor}, [min(1.0, 1.5 * error) for error in errors]
+    return Run("digits", setting, seed, last, errors, errors[-1], traces, seconds=1.0)
 
 
 def runs(auto: float, best: float, others: float) -> list[Run]:
@@ -93,7 +99,8 @@ def test_the_verdict_says_what_the_errors_show(auto: float, best: float, others:
     sentence = verdict(table(runs(auto, best, others)), level=IMAGE).replace("\N{NO-BREAK SPACE}", " ")
     assert says in sentence
     assert sentence.endswith(".")
-    assert all(sentence.count(name) == 1 for name in COUNTERPARTS)
+    assert "of the averaged weights" in sentence
+    assert all(sentence.count(label(name)) == 1 for name in DEFAULT)
     assert sum(sentence.count(word) for word in ("better than the best", "level with", "worse than")) in {0, 3}
 
 
@@ -101,6 +108,7 @@ def test_a_row_holds_best_median_and_worst_of_the_grid_with_a_diverged_rate_as_t
     ends = dict(zip(RATES, [0.9, 0.5, 0.3, 0.1, 0.02, 0.04, 0.6, math.nan, 0.7], strict=True))
     row = table([run(setting, [ends.get(setting.lr or 0, 0.03)]) for setting in settings(epochs=1)])[0]
     assert (row.auto.error, row.best.error, row.median.error) == (0.03, 0.02, 0.5)
+    assert (row.auto.last, row.best.last) == (pytest.approx(0.045), 0.02)
     assert row.best.setting.lr == pytest.approx(0.01)
     assert math.isnan(row.worst.error)
     assert row.worst.setting.lr == pytest.approx(10**-0.5)
@@ -130,19 +138,28 @@ def test_the_page_holds_every_run_and_shows_divergence_as_such() -> None:
     shown = page(done)
     rows = [[cell.strip() for cell in row] for row in shown.rows["runs"][1:]]
     expected = {
-        (r.setting.optimizer, "auto" if r.setting.lr is None else f"{r.setting.lr:.2g}", percent(r.test_error))
+        (
+            label(r.setting.optimizer),
+            "auto" if r.setting.lr is None else f"{r.setting.lr:.2g}",
+            percent(r.test_error),
+            percent(r.averaged_errors[-1]) if r.averaged_errors else "",
+        )
         for r in done
     }
-    assert {(optimizer, rate, error) for optimizer, rate, _, _, error, _ in rows} == expected
+    assert {(optimizer, rate, *errors) for optimizer, rate, _, _, *errors, _ in rows} == expected
     assert len(rows) == len(done) == 30
-    assert [row[4] for row in shown.rows["summary"][1:]][-1].startswith("diverged at rate 1")
+    summary = [[cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in shown.rows["summary"]]
+    assert summary[0][1:3] == ["Auto, averaged", "Auto, last weights"]
+    assert summary[1][1:3] == ["10.00 %", "15.00 %"]
+    assert [row[5] for row in shown.rows["summary"][1:]][-1].startswith("diverged at rate 1")
 
 
 def test_the_figures_are_valid_plotly_with_one_bold_curve_and_every_tensor() -> None:
     drawn = [Figure(spec) for spec in page(runs(0.01, 0.02, math.nan)).figures]  # raises on an unknown property
     curves, choices = drawn[:3], drawn[3:]
     assert [[line.line.width for line in f.data].count(4) for f in curves] == [1, 1, 1]
-    assert all(len(f.data) == 1 + len(RATES) for f in curves)
+    assert all(len(f.data) == 2 + len(RATES) for f in curves)
+    assert [tuple(line.y) for line in curves[0].data[-2:]] == [(1.0, 0.015), (0.9, 0.01)]  # last and averaged weights
     assert all([line.name for line in f.data] == ["conv1.weight", "conv1.bias"] for f in choices)
     assert [tuple(f.data[0].y) for f in choices] == [(0.5, 0.25), (0.0, 0.5)] * 3
 
@@ -154,7 +171,7 @@ def test_text_of_a_task_is_escaped() -> None:
     assert "&lt;script&gt;alert(1)" in html
 
 
-@pytest.mark.parametrize("setting", [Setting("AutoSGD", 1), Setting("AutoAdam", 1), Setting("Adam", 1, 0.01)])
+@pytest.mark.parametrize("setting", [Setting("auto-sgd", 1), Setting("paper-adam", 1), Setting("adam", 1, 0.01)])
 def test_a_run_is_a_pure_function_of_task_setting_and_seed(setting: Setting) -> None:
     first = train(task, setting, seed=3)
     torch.rand(7)  # whatever else used the global generator
@@ -165,23 +182,34 @@ def test_a_run_is_a_pure_function_of_task_setting_and_seed(setting: Setting) -> 
 
 
 def test_all_optimizers_start_from_the_same_weights_and_learn() -> None:
-    fast = [Setting("AutoSGD", 5), Setting("SGD", 5, 0.3), Setting("Adam", 5, 0.01)]
+    fast = [Setting("auto-sgd", 5), Setting("paper-sgd", 5), Setting("sgd", 5, 0.3), Setting("adam", 5, 0.01)]
     done = [train(task, setting, seed=0) for setting in fast]
     assert len({r.test_errors[0] for r in done}) == 1
     assert all(len(r.test_errors) == 6 and r.test_error < 0.5 for r in done)
+    assert [len(r.averaged_errors) for r in done] == [6, 0, 0, 0]
+
+
+def test_the_default_rule_is_evaluated_by_its_average_too() -> None:
+    """Labels without sense: the weights walk about, and their average does not follow every step of theirs."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(256, 5, generator=generator), torch.randint(2, (256,), generator=generator)
+    data = Data(inputs[:128], targets[:128], inputs[128:], targets[128:])
+    done = train(Task("noise", "", lambda: nn.Linear(5, 2), lambda: data), Setting("auto-sgd", 20, None, 16), seed=0)
+    assert done.averaged_errors[0] == done.test_errors[0]
+    assert done.advised_errors == done.averaged_errors != done.test_errors
 
 
 def test_a_run_that_diverges_ends_in_nan() -> None:
-    assert math.isnan(train(task, Setting("SGD", 1, 1e30), seed=0).test_error)
+    assert math.isnan(train(task, Setting("sgd", 1, 1e30), seed=0).test_error)
 
 
 def test_the_trace_holds_every_trainable_tensor() -> None:
-    traces = train(task, Setting("AutoAdaGrad", 1), seed=0).traces
+    traces = train(task, Setting("auto-adagrad", 1), seed=0).traces
     assert list(traces) == [name for name, _ in task.model().named_parameters()]
     assert all(len(t.step) == len(t.lr) == len(t.momentum) == len(t.noise) == 5 for t in traces.values())
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("Sgd", 0.1), ("SGD", None), ("AutoSGD", 0.1)])
+@pytest.mark.parametrize(("optimizer", "lr"), [("SGD", 0.1), ("sgd", None), ("auto-sgd", 0.1)])
 def test_a_setting_that_makes_no_sense_is_refused(optimizer: str, lr: float | None) -> None:
     with pytest.raises(ValueError, match=optimizer):
         Setting(optimizer, 1, lr)
@@ -245,7 +273,7 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == f"Page: {path}"
     assert [file.name for file in path.parent.iterdir()] == ["index.html"]
     assert "s left" in result.stdout  # plain lines: this is no terminal
-    assert all(name in result.stdout for name in COUNTERPARTS)
+    assert all(label(name) in result.stdout for name in DEFAULT)
     shown = Page(path.read_text(encoding="utf-8"))
     assert len(shown.rows["runs"]) == 1 + 90
     assert len(shown.figures) == 9

@@ -16,13 +16,16 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
+import torch
 from sweep_tools import CONDITIONS, TASK, manifest, run
 
 from autoopt_lab import sweep as module
 from autoopt_lab.devices import DeviceError, devices
+from autoopt_lab.engine import Plan, Run, train
 from autoopt_lab.record import Conditions, Folder, Group, Job, Manifest, Part, RecordError, three_digits
 from autoopt_lab.results import Results, compact, load
 from autoopt_lab.sweep import SweepError, chunks, outstanding, sweep, widest
+from autoopt_lab.tasks import digits
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +54,11 @@ def test_a_table_holds_every_run_once_with_its_settings_errors_and_traces(whole:
     assert len(whole.jobs) == 2 * 8 * (4 + 1)
     assert whole.columns["test_error"].shape == (80, 2)
     assert not np.isnan(whole.columns["average_test_error"]).any()
-    automatic = whole.columns["optimizer"] == "auto-sgd"
+    automatic = whole.columns["optimizer"] == "paper-sgd"
     assert np.array_equal(np.isnan(whole.columns["lr"]), automatic)
     assert np.array_equal(np.isnan(whole.columns["smoothing"]), ~automatic)
-    assert {job for job in whole.jobs if job.optimizer == "auto-sgd"} == set(whole.traces)
-    trace = whole.traces[Job(TASK, "auto-sgd", 4, (("smoothing", 0.9),), 3)]
+    assert {job for job in whole.jobs if job.optimizer == "paper-sgd"} == set(whole.traces)
+    trace = whole.traces[Job(TASK, "paper-sgd", 4, (("smoothing", 0.9),), 3)]
     assert trace.tensor == ["0.weight", "0.bias", "4.weight", "4.bias"]
     assert trace.value.shape == (len(trace.step), 3, 4) == (16, 3, 4)
 
@@ -151,7 +154,7 @@ def test_traces_keep_three_digits() -> None:
 def test_a_manifest_says_what_ran_where_and_by_what(tmp_path: Path) -> None:
     run(tmp_path, manifest(1))
     content = json.loads((tmp_path / "manifest.json").read_text())
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert content["conditions"]["epochs"] == 2
     assert content["conditions"]["precision"] == "tf32x3"
     assert {"torch", "autoopt", "python", "hardware", "commit", "command"} <= set(content["made"])
@@ -163,12 +166,12 @@ def test_a_folder_of_another_format_is_refused_and_left_alone(tmp_path: Path) ->
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 7}))
     before = path.read_bytes()
-    with pytest.raises(RecordError, match="format 7, and this version knows format 1: choose another"):
+    with pytest.raises(RecordError, match="format 7, and this version knows format 2: choose another"):
         run(tmp_path, manifest(1))
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2}'])
 def test_a_damaged_manifest_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(RecordError, match=r"manifest.json of .* is damaged"):
@@ -227,7 +230,10 @@ def test_a_file_size_limit_is_one_sentence_and_leaves_nothing_half_written(tmp_p
     [
         (Group(TASK, "sdg", (4,), ({},), (0,)), "there is no optimizer 'sdg': choose one of sgd"),
         (Group(TASK, "sgd", (4,), ({"rate": 1.0},), (0,)), "sgd has no option 'rate': it knows lr, momentum"),
-        (Group("minst", "sgd", (4,), ({},), (0,)), "there is no task 'minst': choose mnist, cifar10 or a Python file"),
+        (
+            Group("minst", "sgd", (4,), ({},), (0,)),
+            "no task 'minst': choose digits, mnist, cifar10 or a Python file",
+        ),
         (Group(__file__, "sgd", (4,), ({},), (0,)), "must define NET"),
         (Group(TASK, "sgd", (64,), ({},), (0,)), "a batch of 64 does not fit the 32 training samples"),
     ],
@@ -285,3 +291,19 @@ def test_a_chunk_that_cannot_end_in_time_is_given_up_and_so_are_those_like_it(
     assert len(finished) == len({chunk.jobs[0][:3] for chunk in finished})
     assert math.isfinite(sum(chunk.seconds for chunk in finished))
     assert not folder.parts()[0]
+
+
+def test_the_digits_net_of_a_sweep_trains_like_the_model_of_the_demo() -> None:
+    """Whole batches, so that the order of the images does not matter."""
+    data, plan = digits.data(), Plan("sgd", batch=digits.TRAIN, epochs=3)
+    (found,) = train(digits.NET, data, plan, [Run(2, {"lr": 0.1})], dtype=torch.float64)
+    torch.manual_seed(2)
+    model = digits.model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        digits.task.loss(model(data.train_inputs.double()), data.train_targets).backward()
+        optimizer.step()
+    own = dict(zip(digits.NET.names, model.state_dict().values(), strict=True))
+    torch.testing.assert_close(found.weights, digits.NET.pack(own), rtol=1e-9, atol=1e-12)
+    assert found.test_error[-1] == digits.task.error(model(data.test_inputs.double()), data.test_targets)

@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from plotly.graph_objects import Figure
 from sweep_tools import manifest, run
@@ -79,6 +80,9 @@ def test_a_users_own_model_is_trained_into_a_folder_which_can_be_added_to(
         ("auto-sgd", 1, ()),
     ]
     assert found.columns["test_error"].shape == (3, 3)
+    assert np.isnan(found.columns["average_test_error"]).tolist() == [True, False, False]  # ours keeps an average
+    (family, _) = run_page.families(found)
+    assert "averaged weights" in family.verdict
     assert [trace.tensor for trace in found.traces.values()] == [["weight", "bias"]] * 2
     assert autoopt(monkeypatch, "report", tmp_path / "run") == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"Page: {tmp_path / 'run' / 'report.html'}"
@@ -157,7 +161,8 @@ def test_the_verdict_names_both_errors_and_the_cost_of_the_search(tiny: Path) ->
     best = min(cell.test.mean for cell in family.searched)
     assert f"SGD, best of 8 settings: {100 * best:.2f}" in family.verdict
     assert family.verdict.endswith("cost of the search: 16 runs.")
-    assert family.verdict.startswith("tiny_task: AutoSGD ")
+    assert family.verdict.startswith("tiny_task: AutoSGD by Algorithm 1 ")
+    assert "last weights" in family.verdict
 
 
 def test_a_search_in_which_everything_diverged_has_a_page(tiny: Path) -> None:

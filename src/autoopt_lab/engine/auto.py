@@ -1,4 +1,4 @@
-"""Rules that set their own rate and momentum from the noise of the mini-batch, and the registry of all rules."""
+"""What rules that set their own rate and momentum share, and the paper's: Algorithm 1."""
 
 from __future__ import annotations
 
@@ -8,20 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from autoopt_lab.engine.layout import Layout
-from autoopt_lab.engine.rules import (
-    AdaGradMetric,
-    AdamMetric,
-    Identity,
-    Metric,
-    Plain,
-    PlainWithMomentum,
-    Rule,
-    State,
-    Step,
-    Trace,
-    divided,
-)
+from autoopt_lab.engine.rules import Rule, State, Step, Trace, divided
 
 LARGEST = 0.999  # of γ1: the rate never falls below 1 - LARGEST
 
@@ -130,26 +117,3 @@ class PaperAdam(Paper):
 
 class PaperAdaGrad(Paper):
     options: ClassVar[Mapping[str, float]] = {**Paper.options, "smoothing": 0.9995}
-
-
-RULES: dict[str, tuple[type[Rule], type[Metric]]] = {
-    "sgd": (Plain, Identity),
-    "adam": (PlainWithMomentum, AdamMetric),
-    "adagrad": (Plain, AdaGradMetric),
-    "auto-sgd": (Paper, Identity),
-    "auto-adam": (PaperAdam, AdamMetric),
-    "auto-adagrad": (PaperAdaGrad, AdaGradMetric),
-}
-
-
-def make_rule(name: str, layout: Layout, batch: int, runs: list[Mapping[str, float]], like: Tensor) -> Rule:
-    """The rule of a chunk; `runs` holds each run's options, `like` gives their device and dtype."""
-    if name not in RULES:
-        raise ValueError(f"there is no optimizer {name!r}: choose one of {', '.join(RULES)}")
-    rule, metric = RULES[name]
-    defaults = {**metric.options, **rule.options}
-    unknown = sorted({option for run in runs for option in run} - set(defaults))
-    if unknown:
-        raise ValueError(f"{name} has no option {unknown[0]!r}: it knows {', '.join(defaults)}")
-    option = {key: like.new_tensor([[run.get(key, value)] for run in runs]) for key, value in defaults.items()}
-    return rule(metric(), layout, batch, option)

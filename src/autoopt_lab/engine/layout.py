@@ -15,6 +15,7 @@ class Layout:
         self.sizes = tuple(sizes)
         lengths = torch.tensor(self.sizes)
         self._tensor_of = torch.repeat_interleave(torch.arange(len(sizes)), lengths).to(device)
+        self.elements = lengths.to(device)  # of each tensor
         self._ends = lengths.cumsum(0).to(device)
         self._on_gpu = self._ends.is_cuda
 

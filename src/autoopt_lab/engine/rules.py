@@ -1,8 +1,8 @@
 """Optimizers for K runs side by side: pure functions on flat (K, D) tensors.
 
 To add a rule: subclass `Rule`, name its options with their defaults, give it a starting state and a step, and add it to
-`auto.RULES`. Options arrive as (K, 1) tensors, one value per run. Everything that a step keeps is in `state`, a dict of
-tensors whose first axis is the run; statistics per tensor are (K, L), by `self.layout.total` and `.spread`.
+`registry.RULES`. Options arrive as (K, 1) tensors, one value per run. A step keeps all in `state`, a dict of tensors
+whose first axis is the run; statistics per tensor are (K, L), by `self.layout.total` and `.spread`.
 
 Only operations that round once (+ - * / sqrt, comparisons, where) and `layout.total` belong in a step: a fused
 multiply-add or a power may round differently with the position in the buffer, and a run would depend on its neighbours.
@@ -100,6 +100,11 @@ class Rule:
 
     def step(self, state: State, weights: Tensor, gradient: Tensor, second: Tensor) -> Step:
         raise NotImplementedError
+
+    def averaged(self, state: State) -> Tensor | None:
+        """The average of the weights, (K, D), of a rule that keeps one."""
+        del state
+        return None
 
 
 class Plain(Rule):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from autoopt_lab.engine import random
-from autoopt_lab.engine.auto import make_rule
 from autoopt_lab.engine.evaluate import Evaluation, evaluate
 from autoopt_lab.engine.layout import Layout
 from autoopt_lab.engine.net import Net
 from autoopt_lab.engine.reference import Gradients, Reference
+from autoopt_lab.engine.registry import make_rule
 from autoopt_lab.tasks import Data
 
 
@@ -34,7 +34,7 @@ class Plan:
     optimizer: str
     batch: int  # N; samples that do not fill a last batch are left out of the epoch
     epochs: int
-    average: float | None = None  # weight of the newest parameters in their running average (EMA)
+    average: float | None = None  # newest parameters' weight in a running average, of rules that keep none
     shift_at: int | None = None  # the epoch from which labels are y -> (3 y + 1) mod 10
     train_sample: int | None = 10_000  # training images the train error is taken from before the last epoch
     trace_points: int = 100
@@ -49,10 +49,11 @@ class Result:
     train_error: list[float]
     test_loss: list[float]
     train_loss: list[float]
-    average_test_error: list[float]  # of the averaged parameters; empty without averaging
+    average_test_error: list[float]  # of the averaged parameters (the rule's own, else the plan's); empty without
     trace_steps: list[int]
     trace: Tensor | None  # (points, 3, L): rate, momentum and noise of every tensor, for automatic rules
     weights: Tensor  # flat; Net.unpack gives PyTorch's tensors
+    averaged_weights: Tensor | None  # likewise
 
 
 class Backend(Protocol):
@@ -195,9 +196,16 @@ class Chunk:
                 evaluate(self.backend, self.weights, self.images[sample], self.labels[sample]),
             )
         )
-        if self.plan.average is not None:
-            averaged = evaluate(self.backend, self.averaged, self.test_images, self.test_labels)
-            self._average_errors.append(averaged.error)
+        average = self.average()
+        if average is not None:
+            self._average_errors.append(evaluate(self.backend, average, self.test_images, self.test_labels).error)
+
+    def average(self) -> Tensor | None:
+        """The averaged parameters: those of the rule where it keeps them, else as the plan asks for."""
+        kept = self.rule.averaged(self.state)
+        if kept is None and self.plan.average is not None:
+            return self.averaged
+        return kept
 
     def captured(self) -> Callable[[], None]:
         """The step as it is on a CPU, as one CUDA graph on a GPU."""
@@ -225,7 +233,8 @@ class Chunk:
         )
         averaged = torch.stack(self._average_errors, 1).cpu() if self._average_errors else None
         trace = torch.stack(list(self._traces.values())).cpu() if self._traces else None
-        weights = self.weights.cpu()
+        weights, average = self.weights.cpu(), self.average()
+        average = None if average is None else average.cpu()
         return [
             Result(
                 run=run,
@@ -237,6 +246,7 @@ class Chunk:
                 trace_steps=list(self._traces),
                 trace=None if trace is None else trace[:, :, k],
                 weights=weights[k],
+                averaged_weights=None if average is None else average[k],
             )
             for k, run in enumerate(self.runs)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from autoopt_lab.peers import METHODS, versions
 from autoopt_lab.provenance import provenance
 from autoopt_lab.record import Folder
 from autoopt_lab.report import html
-from autoopt_lab.report.figures import AUTO, LAYERS, Figure, drawable, framed, tick_labels
-from autoopt_lab.report.paper_figures import FLOOR, TICKS
+from autoopt_lab.report.figures import AUTO, LAYERS, Figure, drawable, error_ticks, framed
+from autoopt_lab.report.paper_figures import FLOOR
 from autoopt_lab.table2 import percent
 
 AUTO_DASHES = {"auto-sgd": "solid", "auto-adam": "dash", "auto-adagrad": "dot"}
@@ -32,7 +33,7 @@ def curves(comparison: Comparison) -> Figure:
     for row in comparison.rows:
         if row.name in AUTO_DASHES:
             lines.append(_curve(comparison, row, {"color": AUTO, "width": 4, "dash": AUTO_DASHES[row.name]}))
-    return framed(lines, "epoch", _error_axis())
+    return framed(lines, "epoch", _error_axis(value for line in lines for value in line["y"]))
 
 
 def prices(comparison: Comparison) -> Figure:
@@ -50,12 +51,11 @@ def prices(comparison: Comparison) -> Figure:
         "hovertemplate": "%{text}<br>%{x:.2f} × SGD's step: %{customdata}<extra></extra>",
         "marker": {"size": 10, "color": [AUTO if row.name in AUTO_DASHES else PEERS[0] for row in rows]},
     }
-    return framed([points], "time of a step, as a multiple of plain SGD's", _error_axis())
+    return framed([points], "time of a step, as a multiple of plain SGD's", _error_axis(points["y"]))
 
 
-def _error_axis() -> dict[str, Any]:
-    labels = [f"{100 * tick:g} %" for tick in TICKS]
-    return {"title": {"text": "test error"}, "type": "log"} | tick_labels(TICKS, labels)
+def _error_axis(values: Iterable[float | None]) -> dict[str, Any]:
+    return {"title": {"text": "test error"}, "type": "log"} | error_ticks(values)
 
 
 def _curve(comparison: Comparison, row: Row, line: dict[str, Any]) -> Figure:

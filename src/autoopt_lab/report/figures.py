@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from autoopt_lab.demo import Row, percent
+from autoopt_lab.names import label
 from autoopt_lab.train import Run, Setting, Trace
 
 Figure = dict[str, Any]
@@ -15,7 +16,8 @@ LAYERS = ("#3b82c4", "#e8590c", "#2f9e63", "#a85cc9", "#b8860b", "#d6457a")
 
 
 def errors(row: Row, runs: list[Run], floor: float) -> Figure:
-    """Test error against the epoch, mean over the seeds: the grid faint, its best dashed, Auto bold.
+    """Test error against the epoch, mean over the seeds: the grid faint, its best dashed, Auto bold, thin where its
+    weights are not averaged.
 
     The axis is logarithmic, so errors below `floor` are drawn at it.
     """
@@ -25,7 +27,9 @@ def errors(row: Row, runs: list[Run], floor: float) -> Figure:
         line["showlegend"] = False
     best, auto = row.best.setting, row.auto.setting
     lines.append(_curve(best, runs, floor, f"best rate: {best.lr:.2g}", {"color": BEST, "width": 2, "dash": "dash"}))
-    lines.append(_curve(auto, runs, floor, auto.optimizer, {"color": AUTO, "width": 4}))
+    name = label(auto.optimizer)
+    lines.append(_curve(auto, runs, floor, f"{name}, last weights", {"color": AUTO, "width": 1}, averaged=False))
+    lines.append(_curve(auto, runs, floor, name, {"color": AUTO, "width": 4}))
     ticks = [tick for tick in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if tick >= floor]
     labels = [f"{100 * tick:g} %" for tick in ticks]
     return framed(lines, "epoch", {"title": {"text": "test error"}, "type": "log"} | tick_labels(ticks, labels))
@@ -45,10 +49,12 @@ def momenta(traces: dict[str, Trace]) -> Figure:
     return framed(lines, "step", {"title": {"text": "momentum"}, "range": [-0.02 * top, top]})
 
 
-def _curve(setting: Setting, runs: list[Run], floor: float, name: str, line: dict[str, Any]) -> Figure:
-    seeds = [run.test_errors for run in runs if run.setting == setting]
+def _curve(
+    setting: Setting, runs: list[Run], floor: float, name: str, line: dict[str, Any], averaged: bool = True
+) -> Figure:
+    seeds = [run.advised_errors if averaged else run.test_errors for run in runs if run.setting == setting]
     means = [sum(epoch) / len(epoch) for epoch in zip(*seeds, strict=True)]
-    label = setting.optimizer if setting.lr is None else f"{setting.optimizer}, rate {setting.lr:.2g}"
+    about = name if setting.lr is None else f"{label(setting.optimizer)}, rate {setting.lr:.2g}"
     return {
         "type": "scatter",
         "mode": "lines",
@@ -56,7 +62,7 @@ def _curve(setting: Setting, runs: list[Run], floor: float, name: str, line: dic
         "x": list(range(len(means))),
         "y": drawable(max(mean, floor) if math.isfinite(mean) else mean for mean in means),
         "customdata": [percent(mean) for mean in means],
-        "hovertemplate": f"{label}<br>epoch %{{x}}: %{{customdata}}<extra></extra>",
+        "hovertemplate": f"{about}<br>epoch %{{x}}: %{{customdata}}<extra></extra>",
         "line": line,
     }
 

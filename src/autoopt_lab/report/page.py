@@ -12,6 +12,7 @@ import torch
 
 import autoopt
 from autoopt_lab.demo import Row, percent, span, table, verdict
+from autoopt_lab.names import label
 from autoopt_lab.report import figures, html
 from autoopt_lab.tasks import Task
 from autoopt_lab.train import Run, Trace
@@ -52,7 +53,7 @@ def render(report: Report) -> str:
     runs = sorted(report.runs, key=lambda run: (run.setting.optimizer, run.setting.lr or 0, run.seed))
     return html.render(
         "demo.html.j2",
-        {"percent": percent, "span": span},
+        {"percent": percent, "span": span, "label": label},
         report=report,
         runs=runs,
         setting=runs[0].setting,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
+from autoopt_lab.names import DEFAULT, label
 from autoopt_lab.record import Job
-from autoopt_lab.report.figures import AUTO, Figure, drawable, framed, tick_labels
+from autoopt_lab.report.figures import AUTO, BEST, Figure, drawable, framed, tick_labels
 from autoopt_lab.results import KINDS, Results
-from autoopt_lab.table2 import LABELS, number, percent
+from autoopt_lab.table2 import number, percent
 
 # From dark blue to yellow, the lowest rate to the highest: readable on a light and on a dark page.
 SCALE = ("#5b4fa2", "#4a6fb0", "#3a8bad", "#37a49a", "#52b788", "#8bc34a", "#c2b92f", "#d99a1c", "#c96a3a")
@@ -42,8 +44,11 @@ def chosen(results: Results, task: str, optimizer: str, kind: str) -> Figure:
     return figure
 
 
-def scatter(results: Results, task: str, plain: str, auto: str, batch: int) -> tuple[Figure, int]:
-    """Figures 3 and 4: test against train error of every run at one N, and how many diverged and are not drawn."""
+def scatter(results: Results, task: str, plain: str, autos: Iterable[str], batch: int) -> tuple[Figure, int]:
+    """Figures 3 and 4: test against train error of every run at one N, and how many diverged and are not drawn.
+
+    All of the last weights. `autos` are the automatic optimizers to draw with the grid of the plain one.
+    """
     columns = results.columns
     here = (columns["task"] == task) & (columns["batch"] == batch)
     finite = np.isfinite(columns["test_error"][:, -1]) & np.isfinite(columns["train_error"])
@@ -53,8 +58,11 @@ def scatter(results: Results, task: str, plain: str, auto: str, batch: int) -> t
         _points(results, searched & finite & (columns["lr"] == rate), number(rate), SCALE[k % len(SCALE)], 5)
         for k, rate in enumerate(rates)
     ]
-    automatic = here & (columns["optimizer"] == auto)
-    points.append(_points(results, automatic & finite, LABELS.get(auto, auto), AUTO, 9))
+    for auto in autos:
+        automatic = here & (columns["optimizer"] == auto)
+        if automatic.any():
+            points.append(_points(results, automatic & finite, label(auto), AUTO if auto in DEFAULT else BEST, 9))
+            searched = searched | automatic
     figure = framed(points, "train error", {"title": {"text": "test error"}})
     figure["layout"]["legend"] |= {"title": {"text": "rate"}, "y": -0.24, "font": {"size": 11}}
     for axis, values in (("xaxis", "x"), ("yaxis", "y")):
@@ -62,7 +70,7 @@ def scatter(results: Results, task: str, plain: str, auto: str, batch: int) -> t
         span = [math.log10(low) - 0.08, 0.03]
         every = TICKS if span[0] > -2.2 else [10.0**d for d in range(-5, 1)]
         figure["layout"][axis] |= {"type": "log", "range": span} | tick_labels(every, [f"{100 * t:g} %" for t in every])
-    return figure, int((~finite & (searched | automatic)).sum())
+    return figure, int((~finite & searched).sum())
 
 
 def _points(results: Results, rows: np.ndarray, name: str, colour: str, size: int) -> Figure:

@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from autoopt_lab.names import DEFAULT, label
 from autoopt_lab.report.figures import AUTO, BEST, OTHER, Figure, drawable, error_ticks, framed
 from autoopt_lab.report.paper_figures import FLOOR, SCALE
 from autoopt_lab.results import KINDS, Results, Trace
-from autoopt_lab.table2 import LABELS, Cell, percent
+from autoopt_lab.table2 import Cell, percent
 
 MOST_CURVES = 40  # of settings that are neither automatic nor the best
 
 
 def curves(results: Results, automatic: list[Cell], searched: list[Cell]) -> Figure:
-    """Test error against the epoch, mean over the seeds: automatic bold, the best setting dashed, others faint.
+    """Test error of the last weights against the epoch, mean over the seeds: automatic bold (dotted by Algorithm 1),
+    the best setting dashed, others faint.
 
     `searched` begins with the best.
     """
@@ -27,7 +29,8 @@ def curves(results: Results, automatic: list[Cell], searched: list[Cell]) -> Fig
     for cell in searched[:1]:
         lines.append(_curve(results, cell, f"best: {cell.config}", {"color": BEST, "width": 2, "dash": "dash"}))
     for cell in automatic:
-        lines.append(_curve(results, cell, f"{_label(cell)}, N = {cell.batch}", {"color": AUTO, "width": 3}))
+        line = {"color": AUTO, "width": 3, "dash": "solid" if cell.optimizer in DEFAULT else "dot"}
+        lines.append(_curve(results, cell, f"{label(cell.optimizer)}, N = {cell.batch}", line))
     ticks = error_ticks(value for line in lines for value in line["y"])
     return framed(lines, "epoch", {"title": {"text": "test error"}, "type": "log"} | ticks)
 
@@ -83,10 +86,6 @@ def _curve(results: Results, cell: Cell, name: str, line: dict[str, Any]) -> Fig
         "x": list(range(1, len(means) + 1)),
         "y": drawable(max(mean, FLOOR) if mean == mean else mean for mean in means),
         "customdata": [percent(mean) for mean in means],
-        "hovertemplate": f"{_label(cell)}, {cell.config}<br>epoch %{{x}}: %{{customdata}}<extra></extra>",
+        "hovertemplate": f"{label(cell.optimizer)}, {cell.config}<br>epoch %{{x}}: %{{customdata}}<extra></extra>",
         "line": line,
     }
-
-
-def _label(cell: Cell) -> str:
-    return LABELS.get(cell.optimizer, cell.optimizer)

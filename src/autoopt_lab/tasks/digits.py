@@ -2,13 +2,20 @@
 
 from collections import OrderedDict
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from autoopt_lab.engine.net import Conv, Flatten, Linear, MaxPool, Net, ReLU
 from autoopt_lab.tasks import Data, Task
 
 TRAIN = 1280  # 20 whole batches of 64; the other 517 images are the test set
+
+NET = Net(  # for sweeps; it starts from the weights of `model` and does what that does
+    image=(1, 8, 8),
+    layers=(Conv(16, kernel=3), ReLU(), Conv(32, kernel=3), ReLU(), MaxPool(), Flatten(), Linear(10)),
+)
 
 
 def model() -> nn.Module:
@@ -26,8 +33,9 @@ def model() -> nn.Module:
 
 
 @cache
-def data() -> Data:
+def data(folder: Path | None = None) -> Data:
     """The split is the same for every run: neither the setting nor the seed moves an image."""
+    del folder  # nothing is read from it
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     pixels, labels = load_digits(return_X_y=True)

@@ -1,0 +1,112 @@
+"""The library's default, rule="robust": a step relative to the size of the weights (docs/math.md, "The robust rule").
+
+The laboratory knows the library's public names alone, so the constants are here again; tests/lab/test_engine_library.py
+holds every one of them against the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from autoopt_lab.engine.auto import Automatic, Statistics
+from autoopt_lab.engine.rules import State, Step, Trace, divided
+
+MOMENTUM = 0.9  # β of the gradient estimate
+SMOOTHING = 0.99  # of sizes and noise
+LARGEST = 0.008  # relative step ρ
+DECAY = 0.2  # ρ after n steps is at most DECAY/√n
+WARM_UP = 100  # steps
+FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
+WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
+STEADY = 0.3  # alignment over noise from which on the weights travel
+FIRST = 10  # steps before anything is said of that
+
+
+class Robust(Automatic):
+    """u = β u + (1 - β) g, d = u/h, w -= ρ |w| d / rms|d|; ρ falls with n, and n while the data shifts."""
+
+    options: ClassVar[Mapping[str, float]] = {"lr": 1.0}
+
+    def start(self, weights: Tensor) -> State:
+        zero = weights.new_zeros(len(weights), len(self.layout.sizes))
+        return {
+            "estimate": torch.zeros_like(weights),  # u
+            "average": weights,
+            "age": zero,  # t
+            "count": zero,  # n
+            "momentum_power": zero + 1,  # β^t; the powers are products, which round the same in every run
+            "smoothing_power": zero + 1,
+            "size": zero,  # averages of |d|², V̂ (or <g,g>, where there is no V̂), <g,u>
+            "noise": zero,
+            "alignment": zero,
+            "rate": zero,  # α
+            **self.metric.start(weights),
+        }
+
+    def step(self, state: State, weights: Tensor, gradient: Tensor, second: Tensor) -> Step:
+        new, h = self.metric.next(state, gradient, self.option)
+        statistics = self.statistics(gradient, second, state["estimate"], h)
+        finite, live = statistics.usable()
+        spread, total = self.layout.spread, self.layout.total
+
+        alignment, travels = self._travels(state, statistics, live)
+        count = state["count"] + 1
+        count = torch.where(travels, count / 2, count)
+        age = state["age"] + 1
+        momentum_power, smoothing_power = MOMENTUM * state["momentum_power"], SMOOTHING * state["smoothing_power"]
+        estimate = MOMENTUM * state["estimate"] + (1 - MOMENTUM) * gradient
+        direction = divided(estimate, h) / spread(1 - momentum_power)  # u started at zero
+        size = _smooth(state["size"], total(direction * direction))
+        rate = self._rate(count, age, total(weights * weights), size / (1 - smoothing_power))
+        moved = weights - self.option["lr"] * spread(rate) * direction
+        newest = (WINDOW + 1) / (count.clamp_min(1) + WINDOW)
+        new |= {
+            "estimate": estimate,
+            "average": state["average"] + spread(newest) * (moved - state["average"]),
+            "age": age,
+            "count": count,
+            "momentum_power": momentum_power,
+            "smoothing_power": smoothing_power,
+            "size": size,
+            "noise": _smooth(state["noise"], self._noise(statistics)),
+            "alignment": alignment,
+            "rate": rate,
+        }
+        kept = self.keep(finite, live, state, new)
+        momentum, noise = torch.full_like(rate, MOMENTUM), statistics.variance / statistics.gg
+        trace = Trace(self.option["lr"] * kept["rate"], momentum, noise)
+        return Step(torch.where(spread(live), moved, weights), kept, trace)
+
+    def averaged(self, state: State) -> Tensor:
+        return state["average"]
+
+    def _noise(self, statistics: Statistics) -> Tensor:
+        """One sample shows no spread: then all of the gradient may be noise."""
+        return statistics.variance if self.batch > 1 else statistics.gg
+
+    def _travels(self, state: State, statistics: Statistics, live: Tensor) -> tuple[Tensor, Tensor]:
+        """The average of <g_t, u_{t-1}>, (K, L), and whether the weights travel: one answer for a run, (K, 1)."""
+        age, correction = state["age"], 1 - state["momentum_power"]
+        aligned = MOMENTUM * state["alignment"] + (1 - MOMENTUM) * (statistics.gm / correction)
+        aligned = torch.where(live & (age > 0), aligned, state["alignment"])  # there is no estimate at first
+        noise = state["noise"] / (1 - state["smoothing_power"])  # before this step
+        known = (noise > 0) & (age > FIRST)
+        ratio = torch.where(known, aligned / correction / noise, 0.0)
+        total = ratio[:, :1]
+        for tensor in range(1, len(self.layout.sizes)):  # one by one: the order never depends on the other runs
+            total = total + ratio[:, tensor : tensor + 1]
+        return aligned, total / known.sum(1, keepdim=True).clamp_min(1) > STEADY
+
+    def _rate(self, count: Tensor, age: Tensor, weights: Tensor, size: Tensor) -> Tensor:
+        """α such that the step has the length ρ |w|."""
+        ratio = (DECAY / count.clamp_min(1).sqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)
+        least = FLOOR**2 * self.layout.elements.to(weights.dtype)
+        return ratio * torch.maximum(weights, least).sqrt() / size.sqrt()
+
+
+def _smooth(average: Tensor, value: Tensor) -> Tensor:
+    return SMOOTHING * average + (1 - SMOOTHING) * value
