@@ -1,0 +1,36 @@
+"""Who is tested: every optimizer that the library offers, under every rule; new ones join by themselves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoopt
+from autoopt.optim.options import RULES
+from contract.small import Batch, batches, mlp, train
+
+Make = Callable[..., Any]
+"""make(model, **options) -> optimizer"""
+
+OPTIMIZERS: list[Any] = [
+    kind
+    for kind in (getattr(autoopt, name) for name in autoopt.__all__)
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and not inspect.isabstract(kind)
+]
+SUBJECTS: dict[str, Make] = {
+    f"{kind.__name__}-{rule}": functools.partial(kind, rule=rule) for kind in OPTIMIZERS for rule in RULES
+}
+every_subject = pytest.mark.parametrize("make", SUBJECTS.values(), ids=SUBJECTS.keys())
+
+
+def trained(make: Make, data: Sequence[Batch] | None = None, **options: Any) -> nn.Sequential:
+    """The small model after a run in which nothing goes wrong."""
+    model = mlp()
+    train(model, make(model, **options), batches(3) if data is None else data)
+    return model
