@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+EXTRAS := lab,dev,docs,lightning,hf,tensorboard
 
-.PHONY: env demo test check bench clean
+.PHONY: env demo test check bench docs trust lock release clean
 
 env: $(VENV)/.installed
 
@@ -11,7 +12,7 @@ env: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(shell grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lab,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 demo: env
@@ -28,6 +29,19 @@ check: env
 
 bench: env
 	$(BIN)/python benchmarks/step_time.py
+
+docs: env
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
+
+trust: env
+	$(BIN)/python -m trust.run
+
+lock: env
+	$(BIN)/python tools/lock.py --extras $(EXTRAS)
+
+release: env
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build pip-audit
+	$(BIN)/python tools/release.py --extras $(EXTRAS)
 
 clean:
 	rm -rf $(VENV)
