@@ -34,7 +34,7 @@ docs: env
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
 
 trust: env
-	$(BIN)/python -m trust.run
+	$(BIN)/python trust/run.py $(if $(TORCH_TEST_OPTIM),--torch-suite $(TORCH_TEST_OPTIM))
 
 lock: env
 	$(BIN)/python tools/lock.py --extras $(EXTRAS)

@@ -117,7 +117,7 @@ def soak(number: int, steps: int) -> Row:
     found = measure(kind, steps)
     grown = found.tensors or found.objects > 50 or found.slope * steps > 2**21
     errors = (f"{kind.__name__}: {found}",) if grown else ()
-    return Row("", steps, len(errors), f"{found.slope:.3f}", errors)
+    return Row("", steps, len(errors), f"{found.tensors} {found.slope:.3f}", errors)
 
 
 def lab(settings: int) -> Row:
@@ -162,8 +162,8 @@ def first_line(error: Exception) -> str:
 
 
 def slopes(rows: list[Row]) -> str:
-    values = [float(row.figures) for row in rows]
-    return f"live tensors +0; memory {min(values):+.2f} to {max(values):+.2f} bytes per step"
+    tensors, bytes_ = zip(*((int(t), float(b)) for t, b in (row.figures.split() for row in rows)), strict=True)
+    return f"live tensors {max(tensors):+d}; memory {min(bytes_):+.2f} to {max(bytes_):+.2f} bytes per step"
 
 
 def parts(scale: int, suite: str | None, note: str) -> dict[str, Part]:
@@ -221,8 +221,8 @@ def document(rows: list[Row]) -> str:
     lines = [
         "# Trust: what was done to it, and what came of it",
         "",
-        "Printed by `make trust` (`trust/run.py`, about 40 minutes on two quiet cores); every optimizer under every "
-        f"rule: {len(SUBJECTS)} subjects. The short versions of all parts run with every commit (`tests/trust/`).",
+        "Printed by `make trust` (`trust/run.py`, an estimated 40 minutes on two quiet cores); every optimizer under "
+        f"each rule: {len(SUBJECTS)} subjects. The short versions of all parts run with every commit (`tests/trust/`).",
         "",
         *table(rows),
         "",
@@ -237,7 +237,7 @@ def document(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measured(name: str, part: Part) -> Row:
+def measured(name: str, part: Part, scale: int) -> Row:
     """Run a part, and say how it goes."""
     start = time.monotonic()
     workers = CORES if part.parallel else 1
@@ -273,7 +273,7 @@ def main() -> int:
         parser.error(f"there is no part {unknown[0]!r}: choose from {', '.join(known)}")
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in options.part or known:
-        kept[name] = asdict(measured(name, known[name]))
+        kept[name] = asdict(measured(name, known[name], options.scale))
         RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     order = dict.fromkeys([*known, *kept])
     rows = [Row(**kept[name]) for name in order if name in kept]
