@@ -13,13 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoopt import AutoAdam, AutoGaussNewton, AutoSGD
-from contract.small import OPTIMIZERS, assert_same, backward, batches, mlp, moved, train, weights
-
-PLAIN = [make for make in OPTIMIZERS if make.__name__ != "AutoGaussNewton"]
-every_plain = pytest.mark.parametrize("make", PLAIN, ids=[f"{m.__name__}-{m.keywords['rule']}" for m in PLAIN])
+from contract.small import assert_same, backward, batches, every_optimizer, mlp, moved, train, weights
 
 
-@every_plain
+@every_optimizer
 def test_it_trains_without_any_statistics(make: Any) -> None:
     model = mlp()
     optimizer = make(model.parameters())

@@ -34,7 +34,10 @@ def test_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    for _ in range(3):  # gloo's threads may abort a process that is at its end, which is not what is tested here
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     assert "2 ranks, the same weights on all" in done.stdout
 
