@@ -68,7 +68,13 @@ def test_ddp_torchrun() -> None:
     pytest.importorskip("sklearn", reason="the examples train on its digits")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = subprocess.check_output([*command, str(EXAMPLES / "ddp_torchrun.py")], text=True, env=environment)
+    command = [*command, str(EXAMPLES / "ddp_torchrun.py")]
+    for _ in range(3):  # gloo's threads may abort a process that is at its end, which is not what is tested here
+        done = subprocess.run(command, text=True, env=environment, capture_output=True)
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     error, ranks = figures(output)
     assert error < 8
     assert ranks == 2
