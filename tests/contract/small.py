@@ -26,6 +26,7 @@ OPTIMIZERS: list[Any] = [  # the others are in tests/trust
 ]
 _IDS = [f"{make.__name__}-{make.keywords['rule']}" for make in OPTIMIZERS]
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS, ids=_IDS)
+robust = pytest.mark.parametrize("make", OPTIMIZERS[:3], ids=_IDS[:3])
 of_the_paper = pytest.mark.parametrize("make", OPTIMIZERS[-3:], ids=_IDS[-3:])
 
 Batch = tuple[Tensor, Tensor]

@@ -19,6 +19,7 @@ from contract.small import (
     mlp,
     moved,
     of_the_paper,
+    robust,
     snapshot,
     train,
     weights,
@@ -79,10 +80,8 @@ def test_first_batches_of_one_sample(make: Any) -> None:
     assert moved(model, before)
 
 
-@every_optimizer
+@robust
 def test_batches_of_one_sample_train_by_the_robust_rule(make: Any) -> None:
-    if make.keywords["rule"] == "paper":
-        return  # refused, as above
     model = mlp()
     optimizer = make(model)
     before = weights(model)

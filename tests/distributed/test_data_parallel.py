@@ -1,7 +1,9 @@
 """DistributedDataParallel: the ranks stay bit-identical, and do what one process does with all the samples."""
 
+import functools
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
 
-OPTIMIZERS = {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": AutoSGD,
+    "adam": AutoAdam,
+    "adagrad": AutoAdaGrad,
+    "passes": functools.partial(AutoSGD, spread="passes"),
+}
 STEPS, SAMPLES = 200, 12
 
 
@@ -35,6 +42,18 @@ def one_process(kind: str) -> nn.Module:
         x, y = batch(step)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def in_passes(ranks: int) -> nn.Module:
+    """One process that sees in turn what each rank would."""
+    model = network()
+    optimizer = AutoSGD(model, spread="passes")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for x, y in zip(*(part.chunk(ranks) for part in batch(step)), strict=True):
+            (F.cross_entropy(model(x), y) / ranks).backward()
         optimizer.step()
     return model
 
@@ -72,6 +91,13 @@ def test_ranks_agree_with_each_other_and_with_one_process(kind: str, ranks: int,
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
     for name, weight in one_process(kind).state_dict().items():
+        torch.testing.assert_close(first[name], weight, rtol=1e-5, atol=1e-6)  # float32, summed in another order
+
+
+def test_the_spread_between_ranks_is_that_between_passes(tmp_path: Path) -> None:
+    first, second = run(2, "passes", tmp_path, wrapped=True)
+    for name, weight in in_passes(2).state_dict().items():
+        assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], weight, rtol=1e-5, atol=1e-6)  # float32, summed in another order
 
 

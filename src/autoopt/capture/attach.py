@@ -4,7 +4,7 @@ A class, unlike a hook or a patched method, leaves the instance alone: hooks, pa
 they are, in-place activations keep working, and a copy or pickle of an attached layer is a plain layer again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,16 @@ from autoopt.capture.attention import sequence_first
 from autoopt.capture.bare import Bare
 from autoopt.capture.compiled import Compiled
 from autoopt.capture.composite import Composite
-from autoopt.capture.current import Pass
-from autoopt.capture.distributed import total
 from autoopt.capture.entrance import Entrance
 from autoopt.capture.holders import SITE, Holder, holders_in, plain_class, refuse, rule_of
 from autoopt.capture.ledger import Ledger
 from autoopt.capture.observed import observe, observed
 from autoopt.capture.runners import runner_for
 from autoopt.capture.site import Site
+from autoopt.capture.source import Source
 
 
-class Capture:
+class Capture(Source):
     """Observes parameters of a model, from now on and until `detach`.
 
     Args:
@@ -32,16 +31,16 @@ class Capture:
         elementwise: gather Σ_i c_i² for every element (a metric weighs it later), or only its total.
     """
 
+    model: nn.Module
+
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, elementwise: bool) -> None:
-        self.model = model
-        self.current = Pass(self._ended)
+        super().__init__(model)
         self.ledger = Ledger(self.current, total=not elementwise)
         self.sites: dict[str, Site] = {}
         self.bare = Bare(model, self.ledger, self.sites)
         self.current.entrance = Entrance(model, self.sites)
         self.bare.axis_of = self.current.entrance.axis
         self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
-        self.sizes: dict[str, Tensor] = {}  # |g| of each parameter as the last backward pass left it
         self._compiled = Compiled()
         self.add(parameters)
 
@@ -100,44 +99,16 @@ class Capture:
         site, role = self.direct.get(name, (None, ""))
         return None if site is None else site.shadows[role].grad
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks share the batch."""
-        return 1 if self.current.group is None else self.current.group.size()
-
-    def over_ranks(self, numbers: Tensor) -> Tensor:
-        """The sum over the ranks that share the batch. Every rank must ask, in the same order."""
-        return numbers if self.current.group is None else total(numbers, self.current.group)
-
-    def _ended(self) -> None:
-        """A backward pass ended. DDP averages the gradients in a callback too, which may stand behind this one."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._measure)
-
     @torch.no_grad()
     def _measure(self) -> None:
-        """Settle the ledger, and note the sizes of the gradients, so that `changed` can tell what is done to them."""
+        """Settle the ledger, too."""
         if not self.current.whole():
             return
         self.current.unfinished = True
         self.ledger.settle()
         self.current.gathered += self._compiled.samples(self.sites.values())
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.sizes = dict(zip(gradients, _sizes(list(gradients.values())), strict=True))
+        super()._measure()
         self.current.finish()
-
-    def changed(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.
-
-        Exactly 1 for a gradient that nobody touched. None where there was no backward pass.
-        """
-        if not self.sizes:
-            return None
-        sizes = _sizes([gradient for gradient in gradients if gradient is not None])
-        one = torch.ones_like(sizes[0])
-        rest = iter(sizes)
-        now = torch.stack([one if gradient is None else next(rest) for gradient in gradients])
-        before = torch.stack([self.sizes.get(name, one) for name in names])
-        return torch.where(before > 0, now / before, 1.0)
 
     def lost(self) -> str | None:
         """The name of a layer that no longer reports here: another optimizer took it over, or it was detached."""
@@ -146,8 +117,7 @@ class Capture:
 
     def clear(self) -> None:
         """Forget what was gathered."""
-        self.current.gathered, self.current.unfinished, self.current.blank = 0, False, False
-        self.sizes = {}
+        super().clear()
         self.ledger.clear()
         for site in self.sites.values():
             site.clear()
@@ -161,8 +131,3 @@ class Capture:
                     site.layer.__class__ = site.plain
                 del site.layer.__dict__[SITE]
         self.current.entrance.detach()
-
-
-def _sizes(gradients: list[Tensor]) -> list[Tensor]:
-    """|g| of each, in one operation."""
-    return list(torch._foreach_norm(gradients, dtype=torch.float64)) if gradients else []

@@ -5,9 +5,10 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
 from autoopt.optim.options import Shared, number
-from autoopt.optim.reading import Reading, Source
+from autoopt.optim.reading import Reading
 
 
 class AutoAdaGrad(AutoOptimizer):

@@ -6,9 +6,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
 from autoopt.optim.options import Shared, flag, number
-from autoopt.optim.reading import Reading, Source
+from autoopt.optim.reading import Reading
 
 
 class AutoAdam(AutoOptimizer):

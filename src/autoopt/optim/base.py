@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoopt import oracle
-from autoopt.capture import Capture, Spread
+from autoopt.capture import Capture, Source, Spread
 from autoopt.diagnostics import Tuned, tuned
 from autoopt.optim.average import RunningStatistics, exchanged
 from autoopt.optim.bucket import AVERAGE, Bucket
 from autoopt.optim.layout import arrange, fit, in_order
 from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
-from autoopt.optim.reading import Reading, Source, read
+from autoopt.optim.reading import Reading, read
 from autoopt.optim.robust import Robust
 from autoopt.optim.rule import Rule
 from autoopt.optim.step import move
@@ -53,12 +53,13 @@ class AutoOptimizer(Optimizer, ABC):
         rule: "robust", or "paper" for Algorithm 1.
         average: keep the average of the weights too, one more copy of them, for `with opt.averaged()`.
         spread: what the noise is measured between: "samples", or the backward "passes" that one step accumulates
-            (and ranks), which costs nothing and is less exact.
+            (and ranks), which leaves the model's classes alone and is less exact.
         weight_decay: coupled, added to the gradient, or decoupled as in AdamW.
         decoupled_weight_decay: shrink the weights at each step instead, by this share of the step: of the rate α
             (rule="paper") or of the step relative to the weights (rule="robust").
         granularity: what shares one rate and momentum: each "tensor", a "layer" (weight and bias) or a "group".
-        smoothing: for rule="paper", υ of eq. oracle_est_ewma; default: what reproduces the paper's table.
+        smoothing: for rule="paper", υ of eq. oracle_est_ewma; default: what reproduces the paper's table with SGD, Adam
+            and AdaGrad. The others have Adam's, which nobody has measured.
         start: for rule="paper", the (γ1, γ2) to start from; the rate is 1 - γ1.
         metric: the options of the metric.
     """
@@ -126,11 +127,13 @@ class AutoOptimizer(Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_now", Now())  # a copy
         for group in self.param_groups:
             for option, default in self.defaults.items():
                 if option != "differentiable":  # torch's own, in no group
                     group.setdefault(option, default)  # it was saved by an earlier version
+        if "_now" not in self.__dict__:  # a copy
+            self._now = Now()
+            self._observe_passes()
 
     # Groups and their options.
 
@@ -321,12 +324,13 @@ class AutoOptimizer(Optimizer, ABC):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                self.state[parameter][name] = value
+                # a copy: what another optimizer's state_dict() gave are views of what it trains on with
+                self.state[parameter][name] = value.clone() if isinstance(value, Tensor) else value
         self._now.buckets = self._now.running = None
         self._now.measured = bool(state_dict["state"])
         if self._now.source is not None and self._now.source.model is None:
             self._now.source.detach()
-            self._now.source = None  # the names may be others: made anew by the next step
+            self._observe_passes()  # the names may be others now
 
     # What was chosen, and the tie to the model.
 
@@ -351,13 +355,15 @@ class AutoOptimizer(Optimizer, ABC):
         if self._now.source is not None:
             self._now.source.detach()
 
+    def _observe_passes(self) -> None:
+        """Have statistics again where that needs no model."""
+        if self.defaults["spread"] == "passes":
+            named = [zip(group["param_names"], group["params"], strict=True) for group in self.param_groups]
+            parameters = dict(pair for pairs in named for pair in pairs)
+            self._now.source = Spread(None, parameters, elementwise=self.elementwise)
+
     def _attached(self) -> Source:
         kind = type(self).__name__
-        if self._now.source is None and self.defaults["spread"] == "passes":  # a copy, which needs no model
-            named = [zip(group["param_names"], group["params"], strict=True) for group in self.param_groups]
-            self._now.source = Spread(
-                None, dict(pair for pairs in named for pair in pairs), elementwise=self.elementwise
-            )
         if self._now.source is None:
             raise RuntimeError(
                 f"this {kind} is a copy and knows no model: make {kind}(model) and load_state_dict() from the original."

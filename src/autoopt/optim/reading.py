@@ -5,10 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from autoopt.capture import Capture, Spread
+from autoopt.capture import Source
 from autoopt.optim.bucket import Bucket
-
-Source = Capture | Spread  # of the statistics
 
 
 class Reading(NamedTuple):

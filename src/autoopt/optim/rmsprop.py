@@ -6,10 +6,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
 from autoopt.optim.bucket import Bucket
 from autoopt.optim.options import Shared, flag, number
-from autoopt.optim.reading import Reading, Source
+from autoopt.optim.reading import Reading
 
 
 def averaged(bucket: Bucket, name: str, decay: float, value: Tensor, rows: Tensor) -> Tensor:

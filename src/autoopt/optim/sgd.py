@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
-from autoopt.optim.reading import Reading, Source
+from autoopt.optim.reading import Reading
 
 
 class AutoSGD(AutoOptimizer):

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from autoopt import oracle
+from autoopt.capture import Source
 from autoopt.optim.bucket import AVERAGE, Bucket
-from autoopt.optim.reading import Reading, Source
+from autoopt.optim.reading import Reading
 from autoopt.optim.rule import Products, Rule
 
 
@@ -69,8 +70,9 @@ def _products(
     """The inner products of the gradient (`raw`: less weight decay) and the previous estimate, and V̂."""
     bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
     natural = over(gradient, metric)
-    gg, gm, mm = bucket.sums(gradient * natural, natural * estimate, over(estimate.square(), metric))
-    raw_gg = gg if raw is gradient else bucket.sums(over(raw.square(), metric))[0]
+    gm, mm = bucket.sums(natural * estimate, over(estimate.square(), metric))
+    raw_gg = reading.size if metric is None else bucket.sums(over(raw.square(), metric))[0]
+    gg = raw_gg if raw is gradient else bucket.sums(gradient * natural)[0]
     square = bucket.sums(over(reading.square, metric))[0] if elementwise else reading.square
     square, samples = source.over_ranks(torch.stack([square / source.ranks**2, reading.samples]))
 

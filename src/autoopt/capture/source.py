@@ -1,0 +1,91 @@
+"""Where an optimizer has its statistics from: the samples of a model (`Capture`) or the passes of a step (`Spread`)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autoopt.capture.current import Pass
+from autoopt.capture.distributed import total
+
+
+class Source(ABC):
+    """Answers, for each parameter by its name: Σ c², over how many, and what was done to the gradient since."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.model = model  # that owns the parameters, if it is known
+        self.current = Pass(self._ended)
+        self.sizes: dict[str, Tensor] = {}  # |g| of each parameter as the last backward pass left it
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Those that are observed, by name."""
+
+    @abstractmethod
+    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Observe further parameters."""
+
+    @abstractmethod
+    def second_moment(self, name: str) -> Tensor | None:
+        """Σ c² of a parameter since the last clear, elementwise or in total; None where it was missed."""
+
+    @abstractmethod
+    def samples(self, name: str) -> Tensor | None:
+        """N behind `second_moment`, a 0-dim tensor on the device."""
+
+    @abstractmethod
+    def lost(self) -> str | None:
+        """The name of a layer that no longer reports here."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Observe no more, and leave the model as it was."""
+
+    def clear(self) -> None:
+        """Forget what was gathered."""
+        self.current.gathered, self.current.unfinished, self.current.blank = 0, False, False
+        self.sizes = {}
+
+    # Ranks.
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the batch."""
+        return 1 if self.current.group is None else self.current.group.size()
+
+    def over_ranks(self, numbers: Tensor) -> Tensor:
+        """The sum over the ranks that share the batch. Every rank must ask, in the same order."""
+        return numbers if self.current.group is None else total(numbers, self.current.group)
+
+    # What happens to a gradient between the backward pass and the step.
+
+    def _ended(self) -> None:
+        """A backward pass ended. DDP averages the gradients in a callback too, which may stand behind this one."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._measure)
+
+    @torch.no_grad()
+    def _measure(self) -> None:
+        """Note the sizes of the gradients, so that `changed` can tell what is done to them."""
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None and not p.grad.is_sparse}
+        self.sizes = dict(zip(gradients, _sizes(list(gradients.values())), strict=True))
+
+    def changed(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.
+
+        Exactly 1 for a gradient that nobody touched. None where there was no backward pass.
+        """
+        if not self.sizes:
+            return None
+        sizes = _sizes([gradient for gradient in gradients if gradient is not None])
+        one = torch.ones_like(sizes[0])
+        rest = iter(sizes)
+        now = torch.stack([one if gradient is None else next(rest) for gradient in gradients])
+        before = torch.stack([self.sizes.get(name, one) for name in names])
+        return torch.where(before > 0, now / before, 1.0)
+
+
+def _sizes(gradients: list[Tensor]) -> list[Tensor]:
+    """|g| of each, in one operation."""
+    return list(torch._foreach_norm(gradients, dtype=torch.float64)) if gradients else []
