@@ -44,6 +44,7 @@ def main() -> None:
     if rank == 0:
         same = all(other == chosen[0] for other in chosen)
         print(f"test error {wrong:.2%} with {ranks} ranks, which chose {'the same rates' if same else 'other rates'}")
+    dist.barrier()  # gloo may abort a process that ends while its threads still hold a tensor
     dist.destroy_process_group()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from autoopt import AutoSGD
 from contract.small import assert_same, backward, batches, every_optimizer, mlp, moved, snapshot, train, weights
@@ -80,6 +81,45 @@ def test_dropped_optimizer_gives_the_model_back(make: Any) -> None:
     del optimizer
     gc.collect()
     assert [type(layer) for layer in model] == [nn.Linear, nn.LayerNorm, nn.Tanh, nn.Linear]
+
+
+class Scaled(nn.Module):
+    """A parameter that no layer of torch holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(6, 2),
+        lambda: nn.LSTM(6, 2, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 2)),
+        Scaled,
+    ],
+    ids=["linear", "lstm", "transformer", "weight_norm", "bare"],
+)
+@pytest.mark.parametrize("spread", ["samples", "passes"])
+def test_model_and_optimizer_are_freed(make: Callable[[], nn.Module], spread: str) -> None:
+    """A notebook that makes one model after the other must not fill the memory."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = AutoSGD(model, spread=spread)
+    for _ in range(2):
+        optimizer.zero_grad()
+        result = model(torch.randn(4, 3, 6))
+        (result[0] if isinstance(result, tuple) else result).square().mean().backward()
+        optimizer.step()
+    alive = [weakref.ref(thing) for thing in (model, optimizer, next(model.parameters()))]
+    del model, optimizer, result
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None, None]
 
 
 @every_optimizer

@@ -95,3 +95,5 @@ if __name__ == "__main__":
     framework, target = sys.argv[1], Path(sys.argv[2])
     trained = {"lightning": with_lightning, "accelerate": with_accelerate, "trainer": with_trainer}[framework](target)
     torch.save(trained.state_dict(), target / f"{torch.distributed.get_rank()}.pt")
+    sys.stdout.flush()
+    os._exit(0)  # the frameworks leave their process groups open: see torchrun.py

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch.nn.functional as F
 
 from autoopt import AutoAdam
 from integration.ranks import EPOCHS, SAMPLES, network, samples
+from torchrun import torchrun
 
 
 @pytest.mark.parametrize(
@@ -21,13 +19,7 @@ from integration.ranks import EPOCHS, SAMPLES, network, samples
 )
 def test_two_ranks_do_what_one_process_does(framework: str, package: str, tmp_path: Path) -> None:
     pytest.importorskip(package, reason="needs an extra of autoopt: lightning or hf")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = Path(__file__).with_name("ranks.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), framework, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun(Path(__file__).with_name("ranks.py"), framework, tmp_path, seconds=300)
 
     model = network()
     optimizer = AutoAdam(model)

@@ -124,6 +124,7 @@ class Capture(Source):
 
     def detach(self) -> None:
         """Give every layer that still reports here its own class back."""
+        super().detach()
         self.bare.detach()
         for site in self.sites.values():
             if site.layer.__dict__.get(SITE) is site:

@@ -6,7 +6,6 @@ the same for all samples, as position embeddings do; a parameter that is used ou
 on the first axis). A compiled model runs what has to be watched between its graphs.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,7 +74,7 @@ class Bare:
         if module not in self.names and not any(site.layer is module for site in self.sites.values()):
             self.names[module] = name
             if all(stands_for(cls) != WATCHED for cls in type(module).__mro__):
-                module.__class__ = _watched(type(module))  # type: ignore[arg-type]
+                module.__class__ = _watched(type(module))
             vars(module)[WATCHED] = (*vars(module).get(WATCHED, ()), self)
 
     def borrowed(self, parameter: nn.Parameter) -> bool:
@@ -138,7 +137,6 @@ class Bare:
             restore(module)
 
 
-@functools.cache
 def _watched(plain: type[Any]) -> type[nn.Module]:
     """The subclass of a module class whose forward runs under the Watch of each optimizer."""
 

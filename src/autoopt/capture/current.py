@@ -1,5 +1,6 @@
 """The backward pass that is under way."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,9 +57,20 @@ class Pass:
             self.queued = graph
             torch.autograd.Variable._execution_engine.queue_callback(self.ended)
 
-    def arrived(self, leaf: Tensor) -> None:
-        """A layer's statistics were accumulated; also in a compiled backward pass, which does not call `enter`."""
-        self.due()
+    def arrival(self) -> Callable[[Tensor], None]:
+        """A hook for a leaf that statistics arrive at; also in a compiled backward pass, which does not call `enter`.
+
+        It holds the pass weakly: Python's collector does not see through a tensor's hooks, so that a strong reference
+        would keep the model and the process group for ever.
+        """
+        reference = weakref.ref(self)
+
+        def arrived(leaf: Tensor) -> None:
+            current = reference()
+            if current is not None:
+                current.due()
+
+        return arrived
 
     def enter(self, name: str, samples: int, outer: int = -1) -> int:
         """A layer's or a parameter's backward begins, with so many samples. Returns autograd's number for the pass.

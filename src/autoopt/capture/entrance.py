@@ -61,7 +61,7 @@ class Entrance:
                 if isinstance(module, PASSED):
                     continue
                 if stands_for(type(module)) != ENTRANCE:
-                    module.__class__ = _entered(type(module))  # type: ignore[arg-type]
+                    module.__class__ = _entered(type(module))
                 others = vars(module).get(ENTRANCE, ())
                 if self not in others:
                     vars(module)[ENTRANCE] = (*others, self)
@@ -148,7 +148,6 @@ def _around(model: nn.Module, path: str) -> Iterator[nn.Module]:
         module = getattr(module, name)
 
 
-@functools.cache
 def _entered(plain: type[Any]) -> type[nn.Module]:
     """The subclass of a module class whose forward tells the entrances."""
 

@@ -13,8 +13,12 @@ KEY, ORIGIN = "_autoopt_key", "_autoopt_origin"  # of a generated class: what it
 def subclass(plain: type[Any], forward: Callable[..., Any], key: str) -> type[nn.Module]:
     """A class whose instances run `forward`, and whose copies and pickles are plain again, without the entry `key`.
 
-    It may stand for another such class.
+    It may stand for another such class. One that was made before is found among the subclasses, which Python holds
+    weakly: a cache would keep for ever a class that holds its module, as that of a parametrized layer does.
     """
+    for known in type.__subclasses__(plain):
+        if vars(known).get(KEY) == key:
+            return known
     origin = vars(plain).get(ORIGIN, plain)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -18,11 +18,10 @@ from autoopt.capture.site import Site
 
 def observe(site: Site) -> None:
     """Have a layer report to its site from now on."""
-    site.layer.__class__ = observed(site.plain)  # type: ignore[arg-type]
+    site.layer.__class__ = observed(site.plain)
     site.layer.__dict__[SITE] = site
 
 
-@functools.cache
 def observed(plain: type[Any]) -> type[nn.Module]:
     """The subclass of a layer class whose forward reports to its site."""
 

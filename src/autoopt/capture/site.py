@@ -149,7 +149,7 @@ class Site:
         leaf = torch.zeros((), dtype=precision(parameter), device=parameter.device)
         self.shadows[role] = leaf.expand(() if self.total else parameter.shape).requires_grad_()  # one number of memory
         self.samples, self.uses = (torch.zeros(shape, device=parameter.device).requires_grad_() for shape in ((), (2,)))
-        self.samples.register_post_accumulate_grad_hook(self.current.arrived)
+        self.samples.register_post_accumulate_grad_hook(self.current.arrival())
 
     # The backward pass.
 

@@ -39,9 +39,10 @@ class Source(ABC):
     def lost(self) -> str | None:
         """The name of a layer that no longer reports here."""
 
-    @abstractmethod
     def detach(self) -> None:
-        """Observe no more, and leave the model as it was."""
+        """Observe no more, and leave the model as it was. A process group must not outlive its optimizer here: its
+        threads abort the process when they end after the interpreter does."""
+        self.current.group = None
 
     def clear(self) -> None:
         """Forget what was gathered."""

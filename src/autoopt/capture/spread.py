@@ -95,6 +95,7 @@ class Spread(Source):
         self.squares, self.passes = {}, {}
 
     def detach(self) -> None:
+        super().detach()
         for handle in self._handles:
             handle.remove()
         self._handles = []
