@@ -1,19 +1,17 @@
 """DistributedDataParallel: the ranks stay bit-identical, and do what one process does with all the samples."""
 
 import functools
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
+from ranks import on_ranks
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": AutoSGD,
@@ -58,9 +56,7 @@ def in_passes(ranks: int) -> nn.Module:
     return model
 
 
-def rank(number: int, ranks: int, kind: str, port: int, folder: str, wrapped: bool, bad: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=ranks)
+def rank(number: int, ranks: int, folder: Path, kind: str, wrapped: bool, bad: bool) -> None:
     model = network()
     parallel = DistributedDataParallel(model)
     optimizer = OPTIMIZERS[kind](parallel if wrapped else model)
@@ -72,15 +68,11 @@ def rank(number: int, ranks: int, kind: str, port: int, folder: str, wrapped: bo
         F.cross_entropy(parallel(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e6)  # clips nothing: the factor must come out as one
         optimizer.step()
-    torch.save(model.state_dict(), Path(folder) / f"{number}.pt")
-    dist.destroy_process_group()
+    torch.save(model.state_dict(), folder / f"{number}.pt")
 
 
 def run(ranks: int, kind: str, folder: Path, *, wrapped: bool, bad: bool = False) -> list[dict[str, Tensor]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(rank, (ranks, kind, port, str(folder), wrapped, bad), nprocs=ranks)
+    on_ranks(ranks, rank, folder, kind, wrapped, bad)
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(ranks)]
 
 

@@ -1,21 +1,19 @@
 """Parameters with several uses under DistributedDataParallel: as in one process with all the samples."""
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from autoopt import AutoAdam, AutoSGD
+from ranks import on_ranks
 
 OPTIMIZERS = {"sgd": AutoSGD, "adam": AutoAdam}
-STEPS, SAMPLES, RANKS = 50, 12, 2
+STEPS, SAMPLES = 50, 12
 
 
 class Language(nn.Module):
@@ -48,22 +46,16 @@ def made() -> Language:
     return Language().double()
 
 
-def rank(number: int, kind: str, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=RANKS)
-    model, share = made(), SAMPLES // RANKS
+def rank(number: int, ranks: int, folder: Path, kind: str) -> None:
+    model, share = made(), SAMPLES // ranks
     train(model, DistributedDataParallel(model), kind, slice(number * share, (number + 1) * share))
-    torch.save(model.state_dict(), Path(folder) / f"{number}.pt")
-    dist.destroy_process_group()
+    torch.save(model.state_dict(), folder / f"{number}.pt")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_ranks_agree_with_each_other_and_with_one_process(kind: str, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(rank, (kind, port, str(tmp_path)), nprocs=RANKS)
-    first, second = (torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in range(RANKS))
+    on_ranks(2, rank, tmp_path, kind)
+    first, second = (torch.load(tmp_path / f"{number}.pt", weights_only=True) for number in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     model = made()
     train(model, model, kind, slice(None))

@@ -10,7 +10,7 @@ import torch
 from pages import blocks, run
 from torch import nn
 
-from torchrun import torchrun
+from ranks import torchrun
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

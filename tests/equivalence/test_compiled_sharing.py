@@ -38,8 +38,11 @@ def compiled(model: nn.Module, fullgraph: bool = False) -> nn.Module:
     return result
 
 
-@pytest.mark.parametrize("elementwise", [True, False], ids=["elementwise", "total"])
-@pytest.mark.parametrize("case", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize(
+    ("case", "elementwise"),
+    [*((case, True) for case in KNOWN.values()), (KNOWN["tied tokens"], False), (KNOWN["adapter"], False)],
+    ids=[*KNOWN, "tied tokens, total", "adapter, total"],
+)
 def test_what_is_known_beforehand_runs_between_the_graphs(case: Case, elementwise: bool) -> None:
     model, inputs = case.build()
     expected = one_by_one(model, *inputs)

@@ -96,4 +96,4 @@ if __name__ == "__main__":
     trained = {"lightning": with_lightning, "accelerate": with_accelerate, "trainer": with_trainer}[framework](target)
     torch.save(trained.state_dict(), target / f"{torch.distributed.get_rank()}.pt")
     sys.stdout.flush()
-    os._exit(0)  # the frameworks leave their process groups open: see torchrun.py
+    os._exit(0)  # the frameworks leave their process groups open: see torchrun in tests/ranks.py

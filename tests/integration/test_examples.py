@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrun import torchrun
+from ranks import torchrun
 
 Run = Callable[..., list[float]]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

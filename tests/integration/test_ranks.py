@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from autoopt import AutoAdam
 from integration.ranks import EPOCHS, SAMPLES, network, samples
-from torchrun import torchrun
+from ranks import torchrun
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from autoopt.watching import Advice, advise, noise_scale
 ELEMENTS = 64
 
 
-def measured(make: Any, scale: float, samples: int, steps: int = 1000) -> list[dict[str, Tuned]]:
+def measured(make: Any, scale: float, samples: int, steps: int = 500) -> list[dict[str, Tuned]]:
     """A loss that is linear in the weights: sample i's gradient is x_i, normal with a known mean and spread."""
     generator = torch.Generator().manual_seed(5)
     mean = torch.ones(ELEMENTS)  # |G|² = ELEMENTS, so that a spread of σ² in each element is a noise scale of σ²

@@ -1,9 +1,16 @@
-"""Scripts that torchrun starts on two ranks."""
+"""Several ranks: functions in processes of their own, and scripts that torchrun starts."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 RACE = "terminate called without an active exception"
 
@@ -40,3 +47,16 @@ def torchrun(*script: str | Path, folder: Path | None = None, seconds: int = 120
         if RACE not in errors:
             break
     raise AssertionError(errors)
+
+
+def on_ranks(ranks: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    """Call `work(rank, ranks, folder, *arguments)` in so many processes that form a group."""
+    multiprocessing.set_forkserver_preload(["autoopt"])  # imported once, not by each process
+    mp.start_processes(_rank, (ranks, work, folder, arguments), nprocs=ranks, start_method="forkserver")
+
+
+def _rank(number: int, ranks: int, work: Callable[..., None], folder: Path, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=number, world_size=ranks)
+    work(number, ranks, folder, *arguments)
+    dist.destroy_process_group()
