@@ -29,16 +29,18 @@ class Robust:
         cap, c: the relative step is at most `cap`, and c/√n.
         warm: steps of linear warm-up.
         threshold: n is halved at every step in which the alignment exceeds this share of V; 0: never.
+        unusual: or this many times its own root mean square over the last hundred steps.
         window: the newest weights' share of the average is (window + 1)/(n + window).
         clip: no step is longer than ρ|w|: the size of this very direction counts where it exceeds the mean.
     """
 
     def __init__(
         self, weights: list[Tensor], metric: str = "sgd", *, cap: float = 0.008, c: float = 0.2, warm: int = 100,
-        beta: float = 0.9, threshold: float = 0.3, window: float = 4.0, clip: bool = False, floor: float = 0.05,
+        beta: float = 0.9, threshold: float = 0.3, unusual: float = 1.0, window: float = 4.0, clip: bool = False,
+        floor: float = 0.05,
     ) -> None:  # fmt: skip
         self.weights, self.metric, self.cap, self.c, self.warm, self.beta = weights, metric, cap, c, warm, beta
-        self.threshold, self.window, self.clip = threshold, window, clip
+        self.threshold, self.unusual, self.window, self.clip = threshold, unusual, window, clip
         self.steps = 0  # t
         self.estimates = [torch.zeros_like(w) for w in weights]  # u
         self.squares = [torch.zeros_like(w) for w in weights] if metric != "sgd" else []
@@ -46,6 +48,7 @@ class Robust:
         self.smallest = floor * torch.tensor([w[0].numel() ** 0.5 for w in weights])
         start = weights[0].new_zeros(len(weights[0]), len(weights))
         self.energy, self.noise, self.alignment, self.count = start, start, start, start[:, :1]
+        self.usual = start  # mean square of <g,u>
         self.fired: list[Tensor] = []  # (R,) for every step: whether n was halved
 
     def metric_of(self, i: int, g: Tensor) -> Tensor | None:
@@ -90,7 +93,11 @@ class Robust:
             steady = self.alignment / (1 - 0.9 ** (t - 1))
             noise = self.noise / (1 - 0.99 ** (t - 1))  # V before this step
             moving = (steady / (noise + TINY)).mean(1, keepdim=True) > self.threshold
+            usual = (self.usual / (1 - 0.99 ** (t - 2))).sqrt() if t > 2 else self.usual + 1
+            if t > 100:  # before, nothing is usual
+                moving |= (steady / (usual + TINY)).mean(1, keepdim=True) > self.unusual
             moving &= torch.tensor(self.threshold > 0 and t > 10)
+            self.usual = 0.99 * self.usual + 0.01 * unbiased.square()
             self.count = torch.where(moving, self.count / 2, self.count).clamp_min(1)
             self.fired.append(moving[:, 0])
         self.noise = 0.99 * self.noise + 0.01 * variance

@@ -18,10 +18,12 @@ class NaiveRobust:
     def step(self, contributions: dict[str, Tensor]) -> None:
         self.count += 1
         tensors = [(self.tensors[name], c) for name, c in contributions.items()]
-        ratios = [tensor.look(c) for tensor, c in tensors]
-        known = [ratio for ratio in ratios if ratio is not None]
-        if known and sum(known) / len(known) > 0.3:
-            self.count /= 2
+        looks = [tensor.look(c) for tensor, c in tensors]
+        for limit, ratios in zip((0.3, 1.0), zip(*looks, strict=True), strict=True):
+            known = [ratio for ratio in ratios if ratio is not None]
+            if known and sum(known) / len(known) > limit:
+                self.count /= 2
+                break
         for tensor, _ in tensors:
             tensor.move(self.count)
 
@@ -40,21 +42,23 @@ class _Tensor:
         self.alignments: list[float] = []  # <g, u> of every step but the first
         self.rate = 0.0
 
-    def look(self, contributions: Tensor) -> float | None:
-        """Take the gradient in; the alignment over the noise of the steps before, where that can be said."""
+    def look(self, contributions: Tensor) -> tuple[float | None, float | None]:
+        """Take the gradient in; the alignment over the noise and over what was usual, where these are known."""
         N, g = len(contributions), contributions.sum(0)
         h = self.h = self._next_metric(g)
         noise = recent(self.variances) if self.variances else recent(self.gradients)
+        usual = recent(a * a for a in self.alignments) ** 0.5
         if self.t > 0:
             self.alignments.append((g * self.estimate / h).sum().item() / (1 - 0.9**self.t))
-        ratio = recent(self.alignments, 0.9) / noise if self.t > 10 and noise > 0 else None
+        aligned = recent(self.alignments, 0.9)
+        ratios = aligned / noise if self.t > 10 and noise > 0 else None, aligned / usual if self.t > 100 else None
         if N > 1:
             spread = sum((((c - g / N) ** 2) / h).sum().item() for c in contributions)
             self.variances.append(N / (N - 1) * spread)  # V̂ of g = Σ c_i
         self.gradients.append((g * g / h).sum().item())
         self.t += 1
         self.estimate = 0.9 * self.estimate + 0.1 * g
-        return ratio
+        return ratios
 
     def move(self, count: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h

@@ -21,7 +21,7 @@ class Robust:
             "size": 0.0,  # average of |d|²
             "gradient": 0.0,  # average of <g,g>
             "variance": 0.0, "measured": 0.0,  # average of V̂, and over how many steps
-            "alignment": 0.0,  # average of <g,u>
+            "alignment": 0.0, "usual": 0.0,  # averages of <g,u> and of its square
             "rate": 0.0,
         }  # fmt: skip
 
@@ -33,8 +33,10 @@ class Robust:
         estimate = products.gm / (1 - known["carry"])  # u started at zero
         aligned = relative.MOMENTUM * known["alignment"] + (1 - relative.MOMENTUM) * estimate
         aligned = bucket.keep("alignment", live & (age > 0), aligned)
-        travels = relative.travels(aligned / (1 - relative.MOMENTUM**age), noise, age)
+        usual = _corrected(known["usual"], age - 1).sqrt()  # the first step has no alignment
+        travels = relative.travels(aligned / (1 - relative.MOMENTUM**age), noise, usual, age)
         bucket.keep("count", live & travels, known["count"] / 2)
+        bucket.keep("usual", live & (age > 0), _smooth(known["usual"], estimate.square()))
 
         bucket.keep("gradient", live, _smooth(known["gradient"], products.gg))
         bucket.keep("variance", products.measured, _smooth(known["variance"], products.variance))

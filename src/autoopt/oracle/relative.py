@@ -16,6 +16,7 @@ FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least:
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
 STEADY = 0.3  # alignment over noise from which on the weights travel: six deviations of the noise along one direction
 FIRST = 10  # steps before anything is said of that
+USUAL = 100  # steps before it is known how large an alignment is usual
 
 
 def relative_step(count: Tensor, age: Tensor) -> Tensor:
@@ -44,20 +45,29 @@ def rate(ratio: Tensor, weights: Tensor, elements: Tensor, size: Tensor, smalles
     return torch.where(size > smallest * elements, alpha, 0.0)
 
 
-def travels(alignment: Tensor, noise: Tensor, age: Tensor) -> Tensor:
+def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor) -> Tensor:
     """Whether the weights travel, one answer for all units: after a shift of the data, and at the very start.
 
     Around a minimum successive gradients share nothing but their noise, which is independent: <g_t, u_{t-1}> is zero or
-    a little below on average. On the way to another minimum they share the slope.
+    a little below on average. On the way to another minimum they share the slope. What noise alone can do is at most
+    what V̂ says, were it all in one direction; of small batches, whose noise is large and in many directions, it is far
+    less, and how much less is seen from the steps before.
 
     Args:
         alignment: <g_t, u_{t-1}> of each unit, averaged over the last steps.
         noise: V̂ of each unit, averaged; before this step.
+        usual: the root mean square of <g_t, u_{t-1}>; before this step.
         age: t of each unit.
     """
-    known = (noise > 0) & (age > FIRST)
-    ratio = torch.where(known, alignment / noise, 0.0).sum() / known.sum().clamp_min(1)
-    return ratio > STEADY
+    beyond_noise = _mean_ratio(alignment, noise, age > FIRST) > STEADY
+    beyond_usual = _mean_ratio(alignment, usual, age > USUAL) > 1
+    return beyond_noise | beyond_usual
+
+
+def _mean_ratio(above: Tensor, below: Tensor, known: Tensor) -> Tensor:
+    """The mean over the units of which both are known; zero where there is none."""
+    known = known & (below > 0)
+    return torch.where(known, above / below, 0.0).sum() / known.sum().clamp_min(1)
 
 
 def newest(count: Tensor) -> Tensor:

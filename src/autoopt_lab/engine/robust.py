@@ -24,6 +24,7 @@ FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
 STEADY = 0.3  # alignment over noise from which on the weights travel
 FIRST = 10  # steps before anything is said of that
+USUAL = 100  # steps before it is known how large an alignment is usual
 
 
 class Robust(Automatic):
@@ -43,6 +44,7 @@ class Robust(Automatic):
             "size": zero,  # averages of |d|², V̂ (or <g,g>, where there is no V̂), <g,u>
             "noise": zero,
             "alignment": zero,
+            "usual": zero,  # average of <g,u>²
             "rate": zero,  # α
             **self.metric.start(weights),
         }
@@ -53,7 +55,7 @@ class Robust(Automatic):
         finite, live = statistics.usable()
         spread, total = self.layout.spread, self.layout.total
 
-        alignment, travels = self._travels(state, statistics, live)
+        alignment, usual, travels = self._travels(state, statistics, live)
         count = state["count"] + 1
         count = torch.where(travels, count / 2, count)
         age = state["age"] + 1
@@ -74,6 +76,7 @@ class Robust(Automatic):
             "size": size,
             "noise": _smooth(state["noise"], self._noise(statistics)),
             "alignment": alignment,
+            "usual": usual,
             "rate": rate,
         }
         kept = self.keep(finite, live, state, new)
@@ -88,18 +91,28 @@ class Robust(Automatic):
         """One sample shows no spread: then all of the gradient may be noise."""
         return statistics.variance if self.batch > 1 else statistics.gg
 
-    def _travels(self, state: State, statistics: Statistics, live: Tensor) -> tuple[Tensor, Tensor]:
-        """The average of <g_t, u_{t-1}>, (K, L), and whether the weights travel: one answer for a run, (K, 1)."""
+    def _travels(self, state: State, statistics: Statistics, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The averages of <g_t, u_{t-1}> and of its square, (K, L), and whether the weights of a run travel, (K, 1)."""
         age, correction = state["age"], 1 - state["momentum_power"]
-        aligned = MOMENTUM * state["alignment"] + (1 - MOMENTUM) * (statistics.gm / correction)
-        aligned = torch.where(live & (age > 0), aligned, state["alignment"])  # there is no estimate at first
+        now = statistics.gm / correction
+        aligned = MOMENTUM * state["alignment"] + (1 - MOMENTUM) * now
+        begun = live & (age > 0)  # there is no estimate at first
+        aligned = torch.where(begun, aligned, state["alignment"])
+        squares = torch.where(begun, _smooth(state["usual"], now.square()), state["usual"])
+        steady = aligned / correction
         noise = state["noise"] / (1 - state["smoothing_power"])  # before this step
-        known = (noise > 0) & (age > FIRST)
-        ratio = torch.where(known, aligned / correction / noise, 0.0)
+        usual = (state["usual"] / (1 - state["smoothing_power"] / SMOOTHING)).sqrt()  # the first step had none
+        beyond_noise = self._mean_ratio(steady, noise, age > FIRST) > STEADY
+        return aligned, squares, beyond_noise | (self._mean_ratio(steady, usual, age > USUAL) > 1)
+
+    def _mean_ratio(self, above: Tensor, below: Tensor, known: Tensor) -> Tensor:
+        """The mean over the tensors of a run of which both are known, (K, 1)."""
+        known = known & (below > 0)
+        ratio = torch.where(known, above / below, 0.0)
         total = ratio[:, :1]
         for tensor in range(1, len(self.layout.sizes)):  # one by one: the order never depends on the other runs
             total = total + ratio[:, tensor : tensor + 1]
-        return aligned, total / known.sum(1, keepdim=True).clamp_min(1) > STEADY
+        return total / known.sum(1, keepdim=True).clamp_min(1)
 
     def _rate(self, count: Tensor, age: Tensor, weights: Tensor, size: Tensor) -> Tensor:
         """α such that the step has the length ρ |w|."""
