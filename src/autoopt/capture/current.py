@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Pass:
     first: str = ""
     gathered: int = 0  # samples of all passes since the statistics were cleared
     group: "dist.ProcessGroup | None" = None  # the ranks that share the batch
+    withheld: set[str] = field(default_factory=set)  # parameters whose gradients FSDP keeps until it may reduce them
     watch: Any = None  # the Watch that looks at the forward pass under way, if one does
     entrance: Any = None  # the Entrance that says where the samples lie in the layers' inputs
 

@@ -37,7 +37,7 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
     bucket.keep("count", live, bucket.statistics["count"] + 1)
     rows = moves[bucket.tensor_of_row].unsqueeze(1)
     raw = torch.where(rows, reading.gradient, 0.0)
-    weights, decay = bucket.rows(bucket.params), group["weight_decay"]
+    weights, decay = bucket.rows(bucket.here(bucket.params)), group["weight_decay"]
     coupled = decay and not group["decoupled_weight_decay"]
     gradient = torch.where(rows, raw + decay * weights, 0.0) if coupled else raw
 
@@ -52,7 +52,7 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
         change = change + weights * bucket.spread(group["lr"] * decay * shrink)
     change = torch.where(rows, change, 0.0)
     optimizer._moved(group, bucket, change, rows)
-    torch._foreach_sub_(bucket.params, bucket.tensors(change))  # type: ignore[arg-type]
+    torch._foreach_sub_(bucket.here(bucket.params), bucket.tensors(change))
     if group["average"]:
         newest = torch.where(rows, bucket.spread(oracle.relative.newest(bucket.statistics["count"])), 0.0)
         bucket.buffers[AVERAGE].lerp_(weights - change, newest)
@@ -73,7 +73,7 @@ def _products(
     gm, mm = bucket.sums(natural * estimate, over(estimate.square(), metric))
     raw_gg = reading.size if metric is None else bucket.sums(over(raw.square(), metric))[0]
     gg = raw_gg if raw is gradient else bucket.sums(gradient * natural)[0]
-    square = bucket.sums(over(reading.square, metric))[0] if elementwise else reading.square
+    square = bucket.sums_here(over(reading.square, metric))[0] if elementwise else reading.square
     square, samples = source.over_ranks(torch.stack([square / source.ranks**2, reading.samples]))
 
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
