@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from autoopt.capture.ledger import Ledger
@@ -67,7 +68,8 @@ def scattered(tensors: Sequence[Tensor], parameters: Sequence[Any]) -> list[Tens
         blocks.append(F.pad(rows.reshape(-1), (0, lacking * rows[0].numel())).view(ranks, -1))
     joined = torch.cat(blocks, 1)
     own = joined.new_empty(joined.shape[1])
-    dist.reduce_scatter_tensor(own, joined.view(-1), group=group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
+    scatter(own, joined.view(-1), group=group)
     parts = own.split([block.shape[1] for block in blocks])
     return [
         part.view(-1, *tensor.movedim(axis, 0).shape[1:])[: local(parameter).shape[axis]].movedim(0, axis)
@@ -102,7 +104,19 @@ def follow(model: nn.Module, ledger: "Ledger") -> list[Any]:
                 ledger.gather(name, parameter)
                 del ahead[layer, key]
 
-    return [module.register_forward_pre_hook(gathered) for module in modules_of(model)]
+    def left(module: nn.Module, args: Any, output: Any) -> Any:
+        """What samples met parameters in may come out as a view, on which FSDP's hook is lost when it is changed."""
+        return tree_map_only(Tensor, lambda t: t.clone() if _is_view(t) else t, output)
+
+    modules = modules_of(model)
+    return [module.register_forward_pre_hook(gathered) for module in modules] + [
+        module.register_forward_hook(left, prepend=True) for module in modules
+    ]
+
+
+def _is_view(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():  # a Watch would take the base for a result
+        return tensor.requires_grad and tensor._base is not None
 
 
 def refuse(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -51,8 +51,8 @@ class Spread(Source):
                 raise ValueError(f"parameter '{name}' is complex, which AutoOpt does not train: leave it out.")
             if is_sharded(parameter):
                 raise ValueError(
-                    f"parameter '{name}' is sharded, and the gradient of one pass or rank alone is never seen: give the "
-                    "model, as in AutoSGD(model), and leave spread as it is."
+                    f"parameter '{name}' is sharded, and the gradient of one pass or rank alone is never seen: give "
+                    "the model, as in AutoSGD(model), and leave spread as it is."
                 )
             self._parameters[name] = parameter
             if parameter.requires_grad:

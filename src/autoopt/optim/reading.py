@@ -51,7 +51,6 @@ def read(
             _refuse(name, gradient, square, blank)
     gradients = bucket.here(gradients)
     gradient = bucket.rows(gradients)
-    (size,) = bucket.sums(gradient.square())
     if elementwise and bucket.group is not None:
         squares = _scattered(bucket, gradients, squares)
     square = bucket.rows(squares) if elementwise else bucket.stack(squares)
@@ -60,8 +59,9 @@ def read(
         factor = changed.square()
         square = square * (bucket.column(factor) if elementwise else factor)
     if elementwise:
-        (spread,) = bucket.sums(square)
+        size, spread = bucket.sums(gradient.square(), square)
     else:
+        (size,) = bucket.sums(gradient.square())
         square = spread = bucket.reduce(square, "sum")
     counts = [
         None if gradient is None else source.samples(name)

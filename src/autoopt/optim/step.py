@@ -70,11 +70,19 @@ def _products(
     """The inner products of the gradient (`raw`: less weight decay) and the previous estimate, and V̂."""
     bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
     natural = over(gradient, metric)
-    gm, mm = bucket.sums(natural * estimate, over(estimate.square(), metric))
-    raw_gg = reading.size if metric is None else bucket.sums(over(raw.square(), metric))[0]
-    gg = raw_gg if raw is gradient else bucket.sums(gradient * natural)[0]
+    factors = [natural * estimate, over(estimate.square(), metric)]
+    factors += [] if metric is None else [over(raw.square(), metric)]
+    factors += [] if raw is gradient else [gradient * natural]
     square = bucket.sums_here(over(reading.square, metric))[0] if elementwise else reading.square
-    square, samples = source.over_ranks(torch.stack([square / source.ranks**2, reading.samples]))
+    of_rows, of_samples = bucket.sums_here(*factors), torch.stack([square / source.ranks**2, reading.samples])
+    if bucket.group is None:
+        of_samples = source.over_ranks(of_samples)
+    else:  # the rows are spread over the ranks as the samples are
+        of_rows, of_samples = source.over_ranks(torch.cat([of_rows, of_samples])).split([len(of_rows), 2])
+    gm, mm, *sizes = of_rows
+    raw_gg = reading.size if metric is None else sizes[0]
+    gg = raw_gg if raw is gradient else sizes[-1]
+    square, samples = of_samples
 
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
     measured = live & (samples > 1) & (gg > 0)
