@@ -18,10 +18,11 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoGaussNewton, AutoSGD
@@ -65,9 +66,21 @@ class Language(nn.Module):
         return result.flatten(1)
 
 
+class Sequences(nn.Module):
+    """Takes (time, batch, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.memory, self.last = nn.Linear(6, 5), nn.LSTM(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.memory(self.first(x))[0][-1])
+        return result
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(6, 17), nn.Linear(17, 3))  # of 3 rows, the last of 4 ranks has none
+    return nn.Sequential(Block(6, 17), nn.Linear(17, 3)).double()  # of 3 rows, the last of 4 ranks has none
 
 
 def batches(*steps: int) -> Iterable[Batch]:
@@ -97,9 +110,9 @@ class World:
     def parts(self, given: Iterable[Batch]) -> Iterable[Part]:
         """With what the loss is to be multiplied by, for the mean over the ranks to be that over the samples."""
         ranks = max(1, self.ranks)
-        return (
-            (x.tensor_split(ranks)[self.number], y.tensor_split(ranks)[self.number], ranks / len(x)) for x, y in given
-        )
+        for x, y in given:
+            x_here, y_here = (part.tensor_split(ranks)[self.number] for part in (x, y))
+            yield x_here, y_here, ranks / max(1, len(x))
 
     def train(self, model: nn.Module, optimizer: Any, given: Iterable[Batch], clip: float | None = None) -> None:
         for part in self.parts(given):
@@ -111,25 +124,31 @@ class World:
 
 
 def backward(model: nn.Module, x: Tensor, y: Tensor, factor: float) -> None:
+    x = x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
     (F.cross_entropy(model(x), y, reduction="sum") * factor).backward()
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """All rows of all parameters."""
-    found: dict[str, Any] = dict(model.named_parameters())
+    found: dict[str, Any] = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in found.items()}
 
 
 def result(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    tuned = optimizer.tuned()
-    return {"weights": weights(model), "chosen": {n: torch.tensor([t.lr, t.momentum]) for n, t in tuned.items()}}
+    tuned = list(optimizer.tuned().values())
+    return {
+        "weights": weights(model),
+        "chosen": torch.tensor([[t.lr, t.momentum] for t in tuned], dtype=torch.float64),
+        "noise": torch.tensor([t.noise for t in tuned], dtype=torch.float64),
+    }
 
 
 # What a rank does, and one process too.
 
 
 def long(world: World, kind: str, rule: str) -> Any:
-    model = world.shard(network())
+    torch.manual_seed(0)
+    model = world.shard(nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3)))
     optimizer = OPTIMIZERS[kind](model, rule=rule, weight_decay=1e-3)
     world.train(model, optimizer, batches(*range(STEPS)))
     with torch.no_grad():
@@ -157,7 +176,7 @@ def clipped(world: World) -> Any:
 
 def accumulated(world: World, synced: bool, **options: Any) -> Any:
     """With the gradients reduced after each of two passes, or after the second alone."""
-    model = world.shard(network(), **options)
+    model = world.shard(network().float() if options else network(), **options)
     optimizer = AutoSGD(model, rule="paper", smoothing=0.5)
     for step in range(4):
         optimizer.zero_grad()
@@ -183,18 +202,34 @@ def with_bad_batch(world: World) -> Any:
     return result(model, optimizer)
 
 
-def with_empty_parts(world: World) -> Any:
+def with_empty_parts(world: World, wrap: Callable[[World, nn.Module], nn.Module] = World.shard) -> Any:
     """A batch of a single sample, so that all ranks but one have none."""
-    model = world.shard(network())
+    model = wrap(world, network())
     optimizer = AutoAdam(model, rule="paper", smoothing=0.5)
     single = [(x[:1], y[:1]) for x, y in batches(2)]
     world.train(model, optimizer, [*batches(0, 1), *single, *batches(3)], clip=0.01)
     return result(model, optimizer)
 
 
+def data_parallel(world: World, model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model) if world.ranks else model
+
+
+def in_sequence(world: World) -> Any:
+    """The samples are on the second axis, which the ranks find out together."""
+    torch.manual_seed(0)
+    model = world.shard(Sequences().double())
+    optimizer = AutoAdam(model)
+    for x, y, factor in world.parts(batches(*range(4))):
+        optimizer.zero_grad()
+        backward(model, torch.stack([x, x.flip(1), -x]), y, factor)
+        optimizer.step()
+    return result(model, optimizer)
+
+
 def by_columns(world: World) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False)).double()
     model = world.shard(model, shard_placement_fn=lambda parameter: Shard(1))
     optimizer = AutoAdam(model)
     world.train(model, optimizer, batches(*range(4)))
@@ -212,23 +247,51 @@ def saved(world: World) -> Any:
     return result(model, optimizer)
 
 
+def continued(world: World) -> Any:
+    """From the state of an optimizer whose parameters were not sharded."""
+    model = network()
+    optimizer = AutoAdam(model)
+    World(world.folder).train(model, optimizer, batches(*range(4)))
+    state = optimizer.state_dict()
+    optimizer.detach()
+    again = AutoAdam(world.shard(model))
+    again.load_state_dict(state)
+    world.train(model, again, batches(*range(4, 8)))
+    return result(model, again)
+
+
+def gathered(world: World) -> Any:
+    """Saved as whole tensors, and loaded again."""
+    options = StateDictOptions(full_state_dict=True)
+    model = world.shard(network())
+    optimizer = AutoAdam(model)
+    world.train(model, optimizer, batches(*range(4)))
+    state = get_state_dict(model, optimizer, options=options)
+    model = world.shard(network())
+    optimizer = AutoAdam(model)
+    set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+    world.train(model, optimizer, batches(*range(4, 8)))
+    return result(model, optimizer)
+
+
 def loaded(world: World) -> Any:
     """What two ranks saved, here on as many, on more or on one."""
     model = world.shard(network())
     optimizer = AutoAdam(model)
     state: Any = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(state, checkpoint_id=world.folder / "checkpoint")
+    dcp.load(state, checkpoint_id=world.folder / "checkpoint", no_dist=not world.ranks)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     world.train(model, optimizer, batches(*range(8, 12)))
     return result(model, optimizer)
 
 
+LONG: dict[str, Callable[[World], Any]] = {
+    f"{kind} {rule}": functools.partial(long, kind=kind, rule=rule)
+    for kind in ("sgd", "adam", "adagrad")
+    for rule in ("robust", "paper")
+}
 CASES: dict[str, Callable[[World], Any]] = {
-    **{
-        f"{kind} {rule}": functools.partial(long, kind=kind, rule=rule)
-        for kind in ("sgd", "adam", "adagrad")
-        for rule in ("robust", "paper")
-    },
+    **LONG,
     "sharing, sgd": functools.partial(sharing, kind="sgd"),
     "sharing, newton": functools.partial(sharing, kind="newton"),
     "clipped": clipped,
@@ -236,17 +299,22 @@ CASES: dict[str, Callable[[World], Any]] = {
     "accumulated, reduced once": functools.partial(accumulated, synced=False),
     "bad batch": with_bad_batch,
     "empty parts": with_empty_parts,
+    "empty parts, DistributedDataParallel": functools.partial(with_empty_parts, wrap=data_parallel),
+    "in sequence": in_sequence,
+    "continued": continued,
+    "gathered": gathered,
     "by columns": by_columns,
     "saved": saved,
     "loaded": loaded,
 }
 RUNS = {
-    1: ["sgd robust", "adagrad paper"],
+    1: ["adagrad paper"],
     2: [
-        "sgd paper", "adam robust", "adagrad robust", "sharing, sgd", "accumulated", "accumulated, reduced once",
-        "bad batch", "empty parts", "by columns", "saved", "loaded",
+        "sgd robust", "adam paper", "sharing, sgd", "accumulated", "accumulated, reduced once", "bad batch",
+        "empty parts", "empty parts, DistributedDataParallel", "in sequence", "by columns", "continued", "saved",
+        "loaded",
     ],
-    4: ["sgd robust", "adam paper", "sharing, newton", "clipped", "empty parts", "loaded"],
+    4: ["adam robust", "sharing, newton", "clipped", "empty parts", "gathered", "loaded"],
 }  # fmt: skip
 
 
@@ -306,7 +374,7 @@ def factor(world: World) -> None:
 
 def first_empty(world: World) -> None:
     model = world.shard(network())
-    backward(model, torch.zeros(0, 6), torch.zeros(0, dtype=torch.long), 1.0) if AutoSGD(model) else None
+    world.train(model, AutoSGD(model), ((x[:0], y[:0]) for x, y in batches(0)))
 
 
 REFUSED: dict[str, Callable[[World], Any]] = {
@@ -363,13 +431,16 @@ def test_ranks_agree_bit_for_bit(ran: Ran, ranks: int) -> None:
         torch.testing.assert_close(other, first, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of dcp.load in one process
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in RUNS.items() for case in cases])
 def test_ranks_do_what_one_process_does(ran: Ran, folder: Path, ranks: int, case: str) -> None:
-    """To 1e-6 in weights, their average and what was chosen, after 200 steps too; in float64 to 1e-10."""
+    """In weights, their average and what was chosen: to 1e-6 after 200 steps in float32, in float64 to 1e-10."""
     found, expected = ran(ranks)[0][case], CASES[case](World(folder))
-    tolerance = 1e-10 if case.startswith("sharing") else 1e-6
+    tolerance = 1e-6 if case in LONG else 1e-10
     for part in expected:
-        torch.testing.assert_close(found[part], expected[part], rtol=tolerance, atol=tolerance, msg=str)
+        # the noise is a difference of sums, with fewer digits than they have
+        rtol, atol = (10 * tolerance, tolerance) if part == "noise" else (tolerance, tolerance)
+        torch.testing.assert_close(found[part], expected[part], rtol=rtol, atol=atol)
 
 
 def test_a_checkpoint_resumes_bit_by_bit(ran: Ran) -> None:
@@ -381,7 +452,7 @@ def test_lower_precision_of_the_passes(ran: Ran) -> None:
     """As in float32 to the precision of bfloat16, and no sample is lost while gradients wait to be reduced."""
     found = ran(2)[0]
     for case in ("bfloat16", "bfloat16, reduced once"):
-        torch.testing.assert_close(found[case], found["accumulated"], rtol=0.05, atol=0.02)
+        torch.testing.assert_close(found[case], found["accumulated"], rtol=0.05, atol=0.02, check_dtype=False)
 
 
 @pytest.mark.parametrize("said", REFUSED)

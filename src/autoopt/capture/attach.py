@@ -47,6 +47,7 @@ class Capture(Source):
         self.bare.axis_of = self.current.entrance.axis
         self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
         self._compiled = Compiled()
+        self._modules: list[Any] = []  # those that fully_shard was applied to
         self._handles: list[Any] = []
         self.add(parameters)
 
@@ -90,7 +91,8 @@ class Capture(Source):
             self.current.entrance.agree = functools.partial(any_of, self.current.group, found[0].device)
             for handle in self._handles:
                 handle.remove()
-            self._handles = sharded.follow(self.model, self.ledger)
+            self._modules = sharded.modules_of(self.model)
+            self._handles = sharded.follow(self.model, self._modules, self.ledger)
 
     def _site(self, holder: Holder) -> Site:
         if holder.path not in self.sites:
@@ -126,7 +128,7 @@ class Capture(Source):
             return
         self.current.unfinished = True
         if self.sharded:
-            sharded.refuse_factor(self.model)
+            sharded.refuse_factor(self._modules)
         elif "torch.distributed.fsdp" in sys.modules:
             sharded.refuse_late(self.model, self.parameters)
         self.ledger.settle()

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoopt.capture.distributed import active_group
+
 NOT_SAMPLES = (
     "so it is not clear which rows belong to one sample. The first axis of every layer's input must be the batch: "
     "reshape (batch · time, features) to (batch, time, features) before the layer."
@@ -50,6 +52,12 @@ class Pass:
     withheld: set[str] = field(default_factory=set)  # parameters whose gradients FSDP keeps until it may reduce them
     watch: Any = None  # the Watch that looks at the forward pass under way, if one does
     entrance: Any = None  # the Entrance that says where the samples lie in the layers' inputs
+
+    def empty(self) -> None:
+        """A forward pass has no samples on this rank."""
+        self.blank = True
+        if not torch.compiler.is_compiling():
+            self.group = active_group() or self.group
 
     def due(self) -> None:
         """Have `ended` called when the backward pass that runs this ends."""

@@ -92,11 +92,12 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def follow(model: nn.Module, ledger: "Ledger") -> list[Any]:
+def follow(model: nn.Module, modules: Sequence[Any], ledger: "Ledger") -> list[Any]:
     """Tell the ledger which plain parameters stand for the sharded ones, when these are first gathered."""
     held = [(layer, key, p) for layer in model.modules() for key, p in layer._parameters.items()]
     ahead = {(layer, key): ledger.names[p] for layer, key, p in held if p in ledger.names}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gathered(*_: Any) -> None:
         for (layer, key), name in list(ahead.items()):
             parameter = layer._parameters[key]
@@ -104,11 +105,11 @@ def follow(model: nn.Module, ledger: "Ledger") -> list[Any]:
                 ledger.gather(name, parameter)
                 del ahead[layer, key]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def left(module: nn.Module, args: Any, output: Any) -> Any:
         """What samples met parameters in may come out as a view, on which FSDP's hook is lost when it is changed."""
         return tree_map_only(Tensor, lambda t: t.clone() if _is_view(t) else t, output)
 
-    modules = modules_of(model)
     return [module.register_forward_pre_hook(gathered) for module in modules] + [
         module.register_forward_hook(left, prepend=True) for module in modules
     ]
@@ -149,9 +150,9 @@ def refuse(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def refuse_factor(model: nn.Module) -> None:
+def refuse_factor(modules: Sequence[Any]) -> None:
     """Raise where gradients are not averaged over the ranks, since nothing in them shows by what they were divided."""
-    for module in modules_of(model):
+    for module in modules:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         factors = [getattr(group, "gradient_divide_factor", None) for group in groups]
@@ -165,7 +166,7 @@ def refuse_factor(model: nn.Module) -> None:
 def refuse_late(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise where fully_shard put other parameters in the place of those that an optimizer was made for."""
     without = [name for name, p in parameters.items() if p.grad is None and p.requires_grad]
-    for name in without if modules_of(model) else ():
+    for name in without if without and modules_of(model) else ():
         if is_sharded(model.get_parameter(name)):
             raise RuntimeError(
                 f"parameter '{name}' was sharded after the optimizer was made, which trains what was there before: "

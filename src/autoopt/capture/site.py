@@ -123,7 +123,7 @@ class Site:
         """Whether the input is an empty batch: it has nothing to tell."""
         empty = x.dim() > self.axis and x.shape[self.axis] == 0
         if empty:
-            self.current.blank = True
+            self.current.empty()
         return empty
 
     def check_fold(self, rows: int) -> None:

@@ -89,6 +89,8 @@ class Source(ABC):
         if not self.sizes and not self.sharded:
             return None
         sizes = _sizes([gradient for gradient in gradients if gradient is not None])
+        if not sizes:
+            return None
         one = torch.ones_like(sizes[0])
         rest = iter(sizes)
         now = torch.stack([one if gradient is None else next(rest) for gradient in gradients])

@@ -40,9 +40,10 @@ def read(
         zeroed: parameters whose `.grad` was set to zeros; without statistics these mean that there was no pass.
     """
     found = [source.second_moment(name) for name in bucket.names]
-    blank, others = source.current.blank, source.ranks > 1  # an empty batch, and ranks that may have had samples
+    blank = source.current.blank  # an empty batch; other ranks may have had samples
+    missed = not (blank and source.ranks > 1)
     gradients = [
-        None if square is None and ((blank and not others) or parameter in zeroed) else parameter.grad
+        None if missed and square is None and (blank or parameter in zeroed) else parameter.grad
         for parameter, square in zip(bucket.params, found, strict=True)
     ]
     squares = [None if gradient is None else square for gradient, square in zip(gradients, found, strict=True)]
