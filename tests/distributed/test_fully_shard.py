@@ -24,8 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
-from autoopt import AutoAdaGrad, AutoAdam, AutoGaussNewton, AutoSGD
+from autoopt import AutoAdaGrad, AutoAdam, AutoGaussNewton, AutoRMSprop, AutoSGD
 
 STEPS = 200
 OPTIMIZERS: dict[str, Any] = {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad, "newton": AutoGaussNewton}
@@ -64,6 +65,20 @@ class Language(nn.Module):
         h = self.norm(h + self.attention(h, h, h)[0])
         result: Tensor = self.head(self.memory(h)[0])
         return result.flatten(1)
+
+
+class Residual(nn.Module):
+    """What its block gives, which a checkpoint runs again, is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.block, x, use_reentrant=False)
+        h += x
+        result: Tensor = self.last(h)
+        return result
 
 
 class Sequences(nn.Module):
@@ -164,6 +179,19 @@ def sharing(world: World, kind: str) -> Any:
     model = world.shard(Language().double())
     optimizer = OPTIMIZERS[kind](model)
     world.train(model, optimizer, texts(*range(4)))
+    return result(model, optimizer)
+
+
+def residual(world: World) -> Any:
+    torch.manual_seed(0)
+    model = Residual().double()
+    if world.ranks:
+        fully_shard(model.block)
+    model = world.shard(model)
+    with torch.no_grad():
+        model(torch.zeros(2, 6).double())  # after which the parameters of the root stay gathered
+    optimizer = AutoRMSprop(model, granularity="layer", weight_decay=0.1, decoupled_weight_decay=True)
+    world.train(model, optimizer, batches(*range(4)))
     return result(model, optimizer)
 
 
@@ -294,6 +322,7 @@ CASES: dict[str, Callable[[World], Any]] = {
     **LONG,
     "sharing, sgd": functools.partial(sharing, kind="sgd"),
     "sharing, newton": functools.partial(sharing, kind="newton"),
+    "residual": residual,
     "clipped": clipped,
     "accumulated": functools.partial(accumulated, synced=True),
     "accumulated, reduced once": functools.partial(accumulated, synced=False),
@@ -310,7 +339,7 @@ CASES: dict[str, Callable[[World], Any]] = {
 RUNS = {
     1: ["adagrad paper"],
     2: [
-        "sgd robust", "adam paper", "sharing, sgd", "accumulated", "accumulated, reduced once", "bad batch",
+        "sgd robust", "adam paper", "sharing, sgd", "residual", "accumulated", "accumulated, reduced once", "bad batch",
         "empty parts", "empty parts, DistributedDataParallel", "in sequence", "by columns", "continued", "saved",
         "loaded",
     ],
@@ -366,6 +395,13 @@ def two_axes(world: World) -> None:
     AutoSGD(world.shard(network(), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))))
 
 
+def first_generation(world: World) -> None:
+    class FullyShardedDataParallel(nn.Sequential):
+        """Torch's own needs a GPU."""
+
+    AutoSGD(FullyShardedDataParallel(network()))
+
+
 def factor(world: World) -> None:
     model = world.shard(network())
     model.set_gradient_divide_factor(2.0)
@@ -383,6 +419,7 @@ REFUSED: dict[str, Callable[[World], Any]] = {
     "'1.weight' is not sharded and others of the model are": in_part,
     "(tensor parallel, HSDP)": tensor_parallel,
     "use fully_shard with a mesh of one dimension": two_axes,
+    "is wrapped in FullyShardedDataParallel": first_generation,
     "set_gradient_divide_factor(2.0)": factor,
     "has no samples on this rank": first_empty,
     "leave spread as it is": lambda world: AutoSGD(world.shard(network()), spread="passes"),

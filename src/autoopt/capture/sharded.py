@@ -122,6 +122,12 @@ def _is_view(tensor: Tensor) -> bool:
 
 def refuse(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise for trainable parameters that are sharded in another way than by fully_shard over one axis of ranks."""
+    for path, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                f"module '{path}' is wrapped in FullyShardedDataParallel, which AutoOpt does not train: use "
+                "fully_shard of torch.distributed.fsdp."
+            )
     trained: dict[str, Any] = {name: p for name, p in parameters.items() if p.requires_grad}
     sharded = [p for p in trained.values() if is_sharded(p)]
     if not sharded:

@@ -143,10 +143,10 @@ class Bucket:
 
     def sums(self, *matrices: Tensor) -> Tensor:
         """The sum of each matrix over each unit's elements, on whichever rank they are: (matrices, units)."""
-        sums = self.sums_here(*matrices)
+        sums = self.sums_here(matrices)
         return sums if self.group is None else total(sums, self.group)
 
-    def sums_here(self, *matrices: Tensor) -> Tensor:
+    def sums_here(self, matrices: Iterable[Tensor]) -> Tensor:
         """The sum over those elements that lie on this rank."""
         rows = torch.stack([matrix.sum(1) for matrix in matrices], 1).to(STATISTICS)
         return torch.segment_reduce(rows, "sum", lengths=self.rows_per_unit, unsafe=True).T

@@ -41,7 +41,7 @@ def read(
     """
     found = [source.second_moment(name) for name in bucket.names]
     blank = source.current.blank  # an empty batch; other ranks may have had samples
-    missed = not (blank and source.ranks > 1)
+    missed = not (blank and source.current.group is not None)
     gradients = [
         None if missed and square is None and (blank or parameter in zeroed) else parameter.grad
         for parameter, square in zip(bucket.params, found, strict=True)
@@ -52,7 +52,7 @@ def read(
             _refuse(name, gradient, square, blank)
     gradients = bucket.here(gradients)
     gradient = bucket.rows(gradients)
-    if elementwise and bucket.group is not None:
+    if elementwise and bucket.group is not None and any(gradient is not None for gradient in gradients):
         squares = _scattered(bucket, gradients, squares)
     square = bucket.rows(squares) if elementwise else bucket.stack(squares)
     changed = source.changed(bucket.names, gradients)

@@ -1,5 +1,6 @@
 """One step of the parameters of one bucket: metric, products, filter, length, weights, their average."""
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -70,11 +71,18 @@ def _products(
     """The inner products of the gradient (`raw`: less weight decay) and the previous estimate, and V̂."""
     bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
     natural = over(gradient, metric)
-    factors = [natural * estimate, over(estimate.square(), metric)]
-    factors += [] if metric is None else [over(raw.square(), metric)]
-    factors += [] if raw is gradient else [gradient * natural]
-    square = bucket.sums_here(over(reading.square, metric))[0] if elementwise else reading.square
-    of_rows, of_samples = bucket.sums_here(*factors), torch.stack([square / source.ranks**2, reading.samples])
+
+    def elements() -> Iterator[Tensor]:  # one matrix at a time, of what is summed
+        yield natural * estimate
+        yield over(estimate.square(), metric)
+        if metric is not None:
+            yield over(raw.square(), metric)
+        if raw is not gradient:
+            yield gradient * natural
+
+    of_rows = bucket.sums_here(elements())
+    square = bucket.sums_here([over(reading.square, metric)])[0] if elementwise else reading.square
+    of_samples = torch.stack([square / source.ranks**2, reading.samples])
     if bucket.group is None:
         of_samples = source.over_ranks(of_samples)
     else:  # the rows are spread over the ranks as the samples are
