@@ -88,16 +88,16 @@ def probe(
 
     first = ask(0)
     mixed = isinstance(first, Answer) and bool(first.mixed)
-    second = ask(1) if (mixed if agree is None else agree(mixed)) else None
+    mixed = mixed if agree is None else agree(mixed)
+    second = ask(1) if mixed else None
     if isinstance(first, CannotRunError):
         doubt = (
             f"the first axis of every layer's input is taken as the batch: {type(model).__name__} could not be run "
             f"again to see whether it is ({first}). Where it is not, the statistics are wrong."
         )
         return Found({}, doubt=doubt)
-    if not mixed:
+    if second is None:
         return first.found()
-    assert second is not None
     if isinstance(second, CannotRunError):
         return first.found(doubt=(batch_size(leaves, 1) or 0) > 1)
     if not second.mixed:  # if nothing moved either, it is by elimination

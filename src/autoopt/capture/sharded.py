@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from autoopt.capture.ledger import Ledger
 
 
+LARGEST = 2**26  # elements in one collective, unless one tensor has more: so much memory is needed on the side
+
+
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor; by its name, since the import of the class takes longer than that of all the rest."""
     return type(tensor).__name__ == "DTensor"
@@ -58,14 +61,19 @@ def share(value: Tensor, parameter: Any) -> Tensor:
 
 
 def scattered(tensors: Sequence[Tensor], parameters: Sequence[Any]) -> list[Tensor]:
-    """The sum over the ranks of tensors with all rows, of which each rank is given its own: one collective."""
+    """The sum over the ranks of tensors with all rows, of which each rank is given its own: few collectives."""
+    if len(tensors) > 1 and sum(tensor.numel() for tensor in tensors) > LARGEST:
+        half = len(tensors) // 2
+        return scattered(tensors[:half], parameters[:half]) + scattered(tensors[half:], parameters[half:])
     group = group_of(parameters[0])
     ranks, axes = group.size(), [parameter.placements[0].dim for parameter in parameters]
     blocks = []
     for tensor, axis in zip(tensors, axes, strict=True):
         rows = tensor.movedim(axis, 0)
         lacking = -len(rows) % ranks  # rows that would make the parts even
-        blocks.append(F.pad(rows.reshape(-1), (0, lacking * rows[0].numel())).view(ranks, -1))
+        flat = rows.reshape(-1)
+        flat = F.pad(flat, (0, lacking * rows[0].numel())) if lacking else flat
+        blocks.append(flat.view(ranks, -1))
     joined = torch.cat(blocks, 1)
     own = joined.new_empty(joined.shape[1])
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
