@@ -4,8 +4,6 @@ Starting processes is what takes time here, so that all cases run in one start f
 """
 
 import functools
-import multiprocessing
-import socket
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -28,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoGaussNewton, AutoRMSprop, AutoSGD
 from autoopt.capture import sharded as sharding
+from ranks import on_ranks
 
 STEPS = 200
 OPTIMIZERS: dict[str, Any] = {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad, "newton": AutoGaussNewton}
@@ -348,11 +345,9 @@ RUNS = {
 }  # fmt: skip
 
 
-def rank(number: int, ranks: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def rank(number: int, ranks: int, folder: Path) -> None:
     warnings.simplefilter("error")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=ranks)
-    world = World(Path(folder), number, ranks)
+    world = World(folder.parent, number, ranks)
     if ranks == 4:
         sharding.LARGEST = 100  # as if the model were large
     found = {name: CASES[name](world) for name in RUNS[ranks]}
@@ -362,8 +357,7 @@ def rank(number: int, ranks: int, port: int, folder: str) -> None:
         found["bfloat16, reduced once"] = accumulated(world, synced=False, mp_policy=lower)
     if ranks == 1:
         found["refusals"] = {name: refusal(ask, world) for name, ask in REFUSED.items()}
-    torch.save(found, world.folder / f"{ranks} {number}.pt")
-    dist.destroy_process_group()
+    torch.save(found, folder / f"{number}.pt")
 
 
 # What is not supported.
@@ -447,17 +441,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> Ran:
     """What each rank found."""
-    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "autoopt"])
 
     @functools.cache
     def run(ranks: int) -> list[dict[str, Any]]:
         if ranks == 4:
             run(2)  # which save what these load
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        mp.start_processes(rank, (ranks, port, str(folder)), nprocs=ranks, start_method="forkserver")
-        return [torch.load(folder / f"{ranks} {number}.pt") for number in range(ranks)]
+        own = folder / str(ranks)
+        own.mkdir()
+        on_ranks(ranks, rank, own)
+        return [torch.load(own / f"{number}.pt") for number in range(ranks)]
 
     return run
 

@@ -155,6 +155,7 @@ class Capture(Source):
         """Give every layer that still reports here its own class back."""
         super().detach()
         self.bare.detach()
+        self.current.entrance.agree = None
         for handle in self._handles:
             handle.remove()
         for site in self.sites.values():
