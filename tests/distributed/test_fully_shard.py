@@ -228,17 +228,22 @@ def with_bad_batch(world: World) -> Any:
     return result(model, optimizer)
 
 
-def with_empty_parts(world: World, wrap: Callable[[World, nn.Module], nn.Module] = World.shard) -> Any:
+def with_empty_parts(world: World) -> Any:
     """A batch of a single sample, so that all ranks but one have none."""
-    model = wrap(world, network())
+    model = world.shard(network())
     optimizer = AutoAdam(model, rule="paper", smoothing=0.5)
     single = [(x[:1], y[:1]) for x, y in batches(2)]
     world.train(model, optimizer, [*batches(0, 1), *single, *batches(3)], clip=0.01)
     return result(model, optimizer)
 
 
-def data_parallel(world: World, model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model) if world.ranks else model
+def replicated_with_empty_parts(world: World) -> Any:
+    """Not sharded; the first batch may be empty, too."""
+    model = DistributedDataParallel(network()) if world.ranks else network()
+    optimizer = AutoAdam(model)
+    single = [(x[:1], y[:1]) for x, y in batches(2)]
+    world.train(model, optimizer, [*single, *batches(0, 1), *single, *batches(3)], clip=0.01)
+    return result(model, optimizer)
 
 
 def in_sequence(world: World) -> Any:
@@ -326,7 +331,7 @@ CASES: dict[str, Callable[[World], Any]] = {
     "accumulated, reduced once": functools.partial(accumulated, synced=False),
     "bad batch": with_bad_batch,
     "empty parts": with_empty_parts,
-    "empty parts, DistributedDataParallel": functools.partial(with_empty_parts, wrap=data_parallel),
+    "empty parts, DistributedDataParallel": replicated_with_empty_parts,
     "in sequence": in_sequence,
     "continued": continued,
     "gathered": gathered,
