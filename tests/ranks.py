@@ -51,7 +51,8 @@ def torchrun(*script: str | Path, folder: Path | None = None, seconds: int = 120
 
 def on_ranks(ranks: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
     """Call `work(rank, ranks, folder, *arguments)` in so many processes that form a group."""
-    multiprocessing.set_forkserver_preload(["autoopt"])  # imported once, not by each process
+    preload = ["autoopt", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    multiprocessing.set_forkserver_preload(preload)  # imported once, not by each process
     mp.start_processes(_rank, (ranks, work, folder, arguments), nprocs=ranks, start_method="forkserver")
 
 

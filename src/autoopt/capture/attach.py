@@ -4,15 +4,20 @@ A class, unlike a hook or a patched method, leaves the instance alone: hooks, pa
 they are, in-place activations keep working, and a copy or pickle of an attached layer is a plain layer again.
 """
 
+import functools
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture import sharded
 from autoopt.capture.attention import sequence_first
 from autoopt.capture.bare import Bare
 from autoopt.capture.compiled import Compiled
 from autoopt.capture.composite import Composite
+from autoopt.capture.distributed import any_of
 from autoopt.capture.entrance import Entrance
 from autoopt.capture.holders import SITE, Holder, holders_in, plain_class, refuse, rule_of
 from autoopt.capture.ledger import Ledger
@@ -42,6 +47,8 @@ class Capture(Source):
         self.bare.axis_of = self.current.entrance.axis
         self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
         self._compiled = Compiled()
+        self._modules: list[Any] = []  # those that fully_shard was applied to
+        self._handles: list[Any] = []
         self.add(parameters)
 
     @property
@@ -51,6 +58,8 @@ class Capture(Source):
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Observe further parameters of the model."""
+        sharded.refuse(self.model, {**self.parameters, **parameters})
+        sharded.reshard(self.model)
         holders = holders_in(self.model)
         for name, parameter in parameters.items():
             refuse(name, parameter, holders[parameter])
@@ -71,6 +80,19 @@ class Capture(Source):
         if parameters:  # a model that is a layer itself has its site by now
             self.bare.look()
         self.current.entrance.watch()
+        self._follow()
+
+    def _follow(self) -> None:
+        """See to sharded parameters, if there are any."""
+        found = [p for p in self.parameters.values() if p.requires_grad and sharded.is_sharded(p)]
+        self.sharded = bool(found)
+        if found:
+            self.current.group = sharded.group_of(found[0])
+            self.current.entrance.agree = functools.partial(any_of, self.current.group, found[0].device)
+            for handle in self._handles:
+                handle.remove()
+            self._modules = sharded.modules_of(self.model)
+            self._handles = sharded.follow(self.model, self._modules, self.ledger)
 
     def _site(self, holder: Holder) -> Site:
         if holder.path not in self.sites:
@@ -105,7 +127,14 @@ class Capture(Source):
         if not self.current.whole():
             return
         self.current.unfinished = True
+        if self.sharded:
+            sharded.refuse_factor(self._modules)
+        elif "torch.distributed.fsdp" in sys.modules:
+            sharded.refuse_late(self.model, self.parameters)
         self.ledger.settle()
+        if self.sharded:  # the gradients of accumulated passes need not be there yet: set_requires_gradient_sync(False)
+            absent = [name for name, parameter in self.parameters.items() if parameter.grad is None]
+            self.current.withheld |= {name for name in absent if self.second_moment(name) is not None}
         self.current.gathered += self._compiled.samples(self.sites.values())
         super()._measure()
         self.current.finish()
@@ -126,6 +155,9 @@ class Capture(Source):
         """Give every layer that still reports here its own class back."""
         super().detach()
         self.bare.detach()
+        self.current.entrance.agree = None
+        for handle in self._handles:
+            handle.remove()
         for site in self.sites.values():
             if site.layer.__dict__.get(SITE) is site:
                 if type(site.layer) is observed(site.plain):  # else another class was put on top: it runs plain now

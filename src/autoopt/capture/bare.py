@@ -99,7 +99,8 @@ class Bare:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         watch = Watch(self, tensors, self.names[module], self.axis_of(module))
         if watch.samples == 0:
-            current.blank |= any(tensor.numel() == 0 for tensor in tensors)
+            if any(tensor.numel() == 0 for tensor in tensors):
+                current.empty()
             return forward(*args, **kwargs)
         current.group = active_group() or current.group
         current.watch = watch

@@ -2,12 +2,14 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from autoopt.capture.distributed import active_group
 
 NOT_SAMPLES = (
     "so it is not clear which rows belong to one sample. The first axis of every layer's input must be the batch: "
@@ -47,8 +49,15 @@ class Pass:
     first: str = ""
     gathered: int = 0  # samples of all passes since the statistics were cleared
     group: "dist.ProcessGroup | None" = None  # the ranks that share the batch
+    withheld: set[str] = field(default_factory=set)  # parameters whose gradients FSDP keeps until it may reduce them
     watch: Any = None  # the Watch that looks at the forward pass under way, if one does
     entrance: Any = None  # the Entrance that says where the samples lie in the layers' inputs
+
+    def empty(self) -> None:
+        """A forward pass has no samples on this rank."""
+        self.blank = True
+        if not torch.compiler.is_compiling():
+            self.group = active_group() or self.group
 
     def due(self) -> None:
         """Have `ended` called when the backward pass that runs this ends."""

@@ -5,6 +5,7 @@ the samples of all ranks: Σ_i c_i² and N are summed over them, one small vecto
 same rate is what keeps their weights the same.
 """
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -21,3 +22,8 @@ def total(numbers: Tensor, group: "dist.ProcessGroup") -> Tensor:
     result = numbers.clone()
     dist.all_reduce(result, group=group)
     return result
+
+
+def any_of(group: "dist.ProcessGroup", device: torch.device, answer: bool) -> bool:
+    """Whether any of the ranks says so. Reads the device."""
+    return bool(total(torch.tensor(float(answer), device=device), group))

@@ -9,7 +9,7 @@ eager one found before, or else the first axis everywhere.
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,6 +42,7 @@ class Entrance:
 
     def __init__(self, model: nn.Module, sites: Mapping[str, Site]) -> None:
         self.model, self.sites = model, sites
+        self.agree: Callable[[bool], bool] | None = None  # whether any rank says so, where ranks must run alike
         self.modules: list[nn.Module] = []
         self.known: set[str] = set()  # paths of the layers that a probe reached
         self.samples: int | None = None  # N of the forward pass that entered last
@@ -101,7 +102,7 @@ class Entrance:
 
     def reach(self, site: Site) -> None:
         """A pass reaches a layer."""
-        if site.name not in self.known and self._call is not None:
+        if site.name not in self.known and self._call is not None and self.agree is None:
             with ExitStack() as stack:
                 if site.current.watch is not None:  # it is to see the pass itself alone
                     stack.enter_context(torch._C.DisableTorchFunction())
@@ -125,10 +126,15 @@ class Entrance:
         assert self._call is not None
         module, args, kwargs = self._call
         if not self.probes or batch_size(tree_leaves((args, kwargs)), 0) == 0:
+            if self.agree is not None and self.probes:
+                raise RuntimeError(
+                    f"the first batch of {type(module).__name__}, which is sharded, has no samples on this rank, so "
+                    "that it cannot be seen where they lie: give every rank some at the first step."
+                )
             return
         layers = {path: self.sites[path].layer for path in self._within(module)}
         with patient():
-            found = probe(module, args, kwargs, layers)
+            found = probe(module, args, kwargs, layers, self.agree)
         self._asked |= {(id(module), path) for path in layers}
         self._axes[id(module)], self._doubt = found.axis, found.doubt
         self.known |= found.layouts.keys() or layers.keys()  # where it cannot run, it cannot run again

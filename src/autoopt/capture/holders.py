@@ -88,11 +88,6 @@ def refuse(name: str, parameter: nn.Parameter, holders: list[Holder]) -> None:
         "Freeze the parameter with requires_grad_(False), or leave it to another optimizer: "
         "param_groups=[{'params': [...]}] takes the parameters that this one shall train."
     )
-    if type(parameter.data).__name__ == "DTensor":
-        raise ValueError(
-            f"parameter '{name}' of {kind} is sharded (FSDP, tensor parallel), which AutoOpt does not train yet: use "
-            "DistributedDataParallel."
-        )
     if parameter.is_complex():
         raise ValueError(f"parameter '{name}' of {kind} is complex, which AutoOpt does not train. {remedy}")
     for holder in holders:

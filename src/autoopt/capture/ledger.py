@@ -32,6 +32,7 @@ class Ledger:
         self.current, self.total = current, total
         self.parameters: dict[str, nn.Parameter] = {}  # all that may be entered
         self.names: dict[nn.Parameter, str] = {}
+        self.gathered: dict[str, nn.Parameter] = {}  # what stands for a sharded parameter while its module runs
         self.squares: dict[str, Tensor] = {}  # Σ_i c_i² since the last clear, elementwise or in total
         self.samples: dict[str, Tensor] = {}  # N behind it, a 0-dim tensor on the device
         self.audit = Audit()
@@ -44,6 +45,19 @@ class Ledger:
         """Have an account for a parameter."""
         self.parameters[name] = parameter
         self.names[parameter] = name
+
+    def gather(self, name: str, plain: nn.Parameter) -> None:
+        """Take the uses of a plain parameter for those of the sharded one that it stands for."""
+        self.gathered[name] = plain
+        self.names[plain] = name
+
+    def used(self, name: str) -> nn.Parameter:
+        """The parameter as the graph has it."""
+        return self.gathered.get(name, self.parameters[name])
+
+    def fresh(self, name: str) -> bool:
+        """Whether nothing was added to the gradient of a parameter since it was cleared."""
+        return self.parameters[name].grad is None and name not in self.current.withheld
 
     def add(self, name: str, samples: int, contributions: Contributions, outer: int = -1) -> None:
         """Enter one use of a parameter, during a backward pass. `outer`: see `Pass.enter`."""
@@ -77,7 +91,7 @@ class Ledger:
         names = [name for name in names if self._adds_to(name)]
         if not names:
             return
-        parameters = [self.parameters[name] for name in names]
+        parameters = [self.used(name) for name in names]
         pulled = (pull_back(derived, parameters, contributions(rows)) for rows in slices(samples, derived))
         if sole:
             squares: dict[str, Tensor] = {}
@@ -118,7 +132,7 @@ class Ledger:
             self._added = graph, {}
         found = self._added[1]
         if name not in found:
-            found[name] = executes(torch.autograd.graph.get_gradient_edge(self.parameters[name]).node)
+            found[name] = executes(torch.autograd.graph.get_gradient_edge(self.used(name)).node)
         return found[name]
 
     def _open(self, name: str, samples: int, outer: int) -> int:
@@ -128,7 +142,7 @@ class Ledger:
             self._graph = graph
             self._drop()
         self.audit.open(name, self.parameters[name])
-        if self.parameters[name].grad is None and name not in self._uses:  # left from a pass that no step followed
+        if self.fresh(name) and name not in self._uses:  # left from a pass that no step followed
             self.squares.pop(name, None)
             self.samples.pop(name, None)
         return graph

@@ -21,7 +21,7 @@ Where the answer is not plain:
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +58,16 @@ class Found(NamedTuple):
     doubt: str | None = None  # what to warn of
 
 
-def probe(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], layers: Mapping[str, nn.Module]) -> Found:
+def probe(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    layers: Mapping[str, nn.Module],
+    agree: Callable[[bool], bool] | None = None,
+) -> Found:
     """The layouts of those layers that a forward pass of the model reaches, as far as they can be told.
+
+    `agree`: whether any rank says so, for models that must run as often on each.
 
     Raises:
         RuntimeError: the rows of a layer's input cannot be told apart by sample; it names the layer.
@@ -79,15 +87,17 @@ def probe(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], laye
             return error
 
     first = ask(0)
+    mixed = isinstance(first, Answer) and bool(first.mixed)
+    mixed = mixed if agree is None else agree(mixed)
+    second = ask(1) if mixed else None
     if isinstance(first, CannotRunError):
         doubt = (
             f"the first axis of every layer's input is taken as the batch: {type(model).__name__} could not be run "
             f"again to see whether it is ({first}). Where it is not, the statistics are wrong."
         )
         return Found({}, doubt=doubt)
-    if not first.mixed:
+    if second is None:
         return first.found()
-    second = ask(1)
     if isinstance(second, CannotRunError):
         return first.found(doubt=(batch_size(leaves, 1) or 0) > 1)
     if not second.mixed:  # if nothing moved either, it is by elimination

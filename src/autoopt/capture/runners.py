@@ -34,7 +34,7 @@ def runner_for(layer: type[nn.Module]) -> Runner | None:
 def run(site: Composite, *args: Any, **options: Any) -> Any:
     """The forward pass of an observed composite."""
     if any(leaf.numel() == 0 for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)):
-        site.current.blank = True  # an empty batch has nothing to tell
+        site.current.empty()  # it has nothing to tell
         return site.plain.forward(site.layer, *args, **options)
     site.current.group = active_group() or site.current.group
     runner: Any = site.prepare

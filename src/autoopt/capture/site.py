@@ -123,7 +123,7 @@ class Site:
         """Whether the input is an empty batch: it has nothing to tell."""
         empty = x.dim() > self.axis and x.shape[self.axis] == 0
         if empty:
-            self.current.blank = True
+            self.current.empty()
         return empty
 
     def check_fold(self, rows: int) -> None:
@@ -171,7 +171,7 @@ class Site:
                 "runs in checkpoints with use_reentrant=True: use use_reentrant=False."
             )
         self._entered = graph
-        if all(self.parameter(role).grad is None for role in self.shadows):
+        if all(self.ledger.fresh(self.names[role]) for role in self.shadows):
             self.clear()  # left over from a backward pass that no step followed
 
     def books(self, role: str, fold: int) -> bool:

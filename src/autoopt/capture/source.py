@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture import sharded
 from autoopt.capture.current import Pass
 from autoopt.capture.distributed import total
 
@@ -15,6 +16,7 @@ class Source(ABC):
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model  # that owns the parameters, if it is known
+        self.sharded = False  # whether each rank holds only some rows of the parameters
         self.current = Pass(self._ended)
         self.sizes: dict[str, Tensor] = {}  # |g| of each parameter as the last backward pass left it
 
@@ -47,6 +49,7 @@ class Source(ABC):
     def clear(self) -> None:
         """Forget what was gathered."""
         self.current.gathered, self.current.unfinished, self.current.blank = 0, False, False
+        self.current.withheld.clear()
         self.sizes = {}
 
     # Ranks.
@@ -60,6 +63,11 @@ class Source(ABC):
         """The sum over the ranks that share the batch. Every rank must ask, in the same order."""
         return numbers if self.current.group is None else total(numbers, self.current.group)
 
+    def reshard(self) -> None:
+        """Have no copy of sharded parameters about that does not see when they are changed."""
+        if self.sharded and self.model is not None:
+            sharded.reshard(self.model)
+
     # What happens to a gradient between the backward pass and the step.
 
     def _ended(self) -> None:
@@ -70,20 +78,29 @@ class Source(ABC):
     def _measure(self) -> None:
         """Note the sizes of the gradients, so that `changed` can tell what is done to them."""
         gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None and not p.grad.is_sparse}
-        self.sizes = dict(zip(gradients, _sizes(list(gradients.values())), strict=True))
+        here = map(sharded.local, gradients.values()) if self.sharded else gradients.values()
+        self.sizes = dict(zip(gradients, _sizes(list(here)), strict=True))
 
     def changed(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
         """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.
 
         Exactly 1 for a gradient that nobody touched. None where there was no backward pass.
         """
-        if not self.sizes:
+        if not self.sizes and not self.sharded:
             return None
         sizes = _sizes([gradient for gradient in gradients if gradient is not None])
+        if not sizes:
+            return None
         one = torch.ones_like(sizes[0])
         rest = iter(sizes)
         now = torch.stack([one if gradient is None else next(rest) for gradient in gradients])
         before = torch.stack([self.sizes.get(name, one) for name in names])
+        if self.sharded:
+            # |g| is over the rows of all ranks. One that had no samples has not seen its rows before: it abstains.
+            seen = float(bool(self.sizes))
+            parts = torch.stack([now.square(), before.square(), (now != before).to(now)]) * seen
+            now, before, touched = self.over_ranks(parts).sqrt()
+            now = torch.where(touched > 0, now, before)  # two sums may be taken in two orders
         return torch.where(before > 0, now / before, 1.0)
 
 

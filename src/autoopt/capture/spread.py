@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autoopt.capture.sharded import is_sharded
 from autoopt.capture.source import Source
 from autoopt.moments import precision, wide
 
@@ -48,6 +49,11 @@ class Spread(Source):
         for name, parameter in parameters.items():
             if parameter.is_complex():
                 raise ValueError(f"parameter '{name}' is complex, which AutoOpt does not train: leave it out.")
+            if is_sharded(parameter):
+                raise ValueError(
+                    f"parameter '{name}' is sharded, and the gradient of one pass or rank alone is never seen: give "
+                    "the model, as in AutoSGD(model), and leave spread as it is."
+                )
             self._parameters[name] = parameter
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(_hook(self, name)))

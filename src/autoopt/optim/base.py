@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoopt import oracle
-from autoopt.capture import Capture, Source, Spread
+from autoopt.capture import Capture, Source, Spread, sharded
 from autoopt.diagnostics import Tuned, tuned
 from autoopt.optim.average import RunningStatistics, exchanged
 from autoopt.optim.bucket import AVERAGE, Bucket
@@ -118,6 +118,7 @@ class AutoOptimizer(Optimizer, ABC):
         weakref.finalize(self, self._now.source.detach).atexit = False
 
     def _groups(self, model: nn.Module, param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        sharded.reshard(model)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         if not any(parameter.requires_grad for parameter in self._names):
             raise ValueError(
@@ -269,14 +270,20 @@ class AutoOptimizer(Optimizer, ABC):
             for buckets in self._made_buckets()
             for bucket in buckets
             if AVERAGE in bucket.buffers
-            for pair in zip(bucket.params, bucket.tensors(bucket.buffers[AVERAGE]), strict=True)
+            for pair in zip(bucket.here(bucket.params), bucket.tensors(bucket.buffers[AVERAGE]), strict=True)
         ]
+        self._reshard()
         with exchanged([*pairs, *self._made_running().pairs()]):
             self._now.inside = True
             try:
                 yield
             finally:
                 self._now.inside = False
+                self._reshard()
+
+    def _reshard(self) -> None:
+        if self._now.source is not None:
+            self._now.source.reshard()
 
     def _made_running(self) -> RunningStatistics:
         if self._now.running is None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture import sharded, total
+
 ROW = 512
 PATTERNS = 64  # of missing gradients to remember
 AVERAGE = "average"  # the buffer that holds the average of the weights, and so starts with them
@@ -42,8 +44,12 @@ class Bucket:
         self.device, self.dtype = self.params[0].device, self.params[0].dtype
         self.compute = torch.float64 if self.dtype == torch.float64 else torch.float32
 
-        rows = [-(-p.numel() // ROW) for p in self.params]
-        sizes = [(p.numel(), r * ROW - p.numel()) for p, r in zip(self.params, rows, strict=True)]
+        # the ranks that hold the other rows, if the parameters are sharded
+        self.group = sharded.group_of(self.params[0]) if sharded.is_sharded(self.params[0]) else None
+        here = self.here(self.params)
+        self.shapes = [p.shape for p in here]
+        rows = [-(-p.numel() // ROW) for p in here]
+        sizes = [(p.numel(), r * ROW - p.numel()) for p, r in zip(here, rows, strict=True)]
         self.pieces = [size for pair in sizes for size in pair]  # elements and padding in turn
         self.pads = [self._zeros(ROW).narrow(0, 0, size) for size in self.pieces[1::2]]
         tensor_of = torch.repeat_interleave(torch.tensor(rows))
@@ -85,17 +91,18 @@ class Bucket:
                     "rule. Make this one with the same class and rule, or start without that state."
                 )
             for key, view in own.items():
+                full = sharded.whole(view, parameter) if key in self.buffers else view
                 if key in known:
                     value = known[key] if isinstance(known[key], Tensor) else view.new_tensor(known[key])
-                    if value.shape != view.shape:
+                    if value.shape != full.shape:
                         raise ValueError(
                             f"the state of '{name}' has '{key}' of shape {tuple(value.shape)}, and the parameter "
-                            f"wants {tuple(view.shape)}: it was saved for another model."
+                            f"wants {tuple(full.shape)}: it was saved for another model."
                         )
-                    view.copy_(value)
+                    view.copy_(sharded.share(value, parameter) if key in self.buffers else value)
                 elif key == AVERAGE:
-                    view.copy_(parameter.detach())
-                known[key] = view
+                    view.copy_(sharded.local(parameter.detach()))
+                known[key] = full
 
     def views(self) -> Iterable[dict[str, Tensor]]:
         """What the state of each parameter is made of."""
@@ -113,6 +120,12 @@ class Bucket:
 
     # Between tensors and rows.
 
+    def here(self, tensors: Sequence[Any]) -> list[Any]:
+        """What of tensors like the parameters lies on this rank: all, unless they are sharded."""
+        if self.group is None:
+            return list(tensors)
+        return [None if tensor is None else sharded.local(tensor) for tensor in tensors]
+
     def rows(self, tensors: Iterable[Tensor | None]) -> Tensor:
         """Tensors in the order of `params` as one (rows, ROW) matrix; None is zeros."""
         zero = self.pads[0].new_zeros(1)
@@ -124,12 +137,17 @@ class Bucket:
     def tensors(self, matrix: Tensor) -> list[Tensor]:
         """The views of a (rows, ROW) matrix that have the shapes of the parameters."""
         pieces = matrix.view(-1).split(self.pieces)[::2]
-        return [piece.view(p.shape) for piece, p in zip(pieces, self.params, strict=True)]
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     # Between rows and units.
 
     def sums(self, *matrices: Tensor) -> Tensor:
-        """The sum of each matrix over each unit's elements: (matrices, units)."""
+        """The sum of each matrix over each unit's elements, on whichever rank they are: (matrices, units)."""
+        sums = self.sums_here(matrices)
+        return sums if self.group is None else total(sums, self.group)
+
+    def sums_here(self, matrices: Iterable[Tensor]) -> Tensor:
+        """The sum over those elements that lie on this rank."""
         rows = torch.stack([matrix.sum(1) for matrix in matrices], 1).to(STATISTICS)
         return torch.segment_reduce(rows, "sum", lengths=self.rows_per_unit, unsafe=True).T
 

@@ -49,7 +49,7 @@ class AutoGaussNewton(AutoOptimizer):
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         group, bucket = reading.group, reading.bucket
-        square, samples = source.over_ranks(reading.square) / source.ranks**2, source.over_ranks(reading.samples)
+        square, samples = reading.square_of_all(source), source.over_ranks(reading.samples)
         square = torch.where(rows, square * bucket.spread(samples), 0.0)  # what is not finite must not pass
         curvature = averaged(bucket, "curvature", group["decay"], square, rows)
         mean = bucket.spread(bucket.sums(curvature)[0] / bucket.elements)

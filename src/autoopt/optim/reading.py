@@ -1,11 +1,11 @@
 """What a backward pass left for one bucket."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from autoopt.capture import Source
+from autoopt.capture import Source, sharded
 from autoopt.optim.bucket import Bucket
 
 
@@ -21,6 +21,11 @@ class Reading(NamedTuple):
     samples: Tensor  # N, (units,)
     bad: Tensor  # how many units hold a number that is not finite
 
+    def square_of_all(self, source: Source) -> Tensor:
+        """Σ_i c_i² of the samples of all ranks, for every element here."""
+        summed = self.square if self.bucket.group is not None else source.over_ranks(self.square)
+        return summed / source.ranks**2
+
 
 def read(
     source: Source, group: dict[str, Any], bucket: Bucket, elementwise: bool, zeroed: Collection[nn.Parameter]
@@ -35,24 +40,29 @@ def read(
         zeroed: parameters whose `.grad` was set to zeros; without statistics these mean that there was no pass.
     """
     found = [source.second_moment(name) for name in bucket.names]
+    blank = source.current.blank  # an empty batch; other ranks may have had samples
+    missed = not (blank and source.current.group is not None)
     gradients = [
-        None if square is None and (source.current.blank or parameter in zeroed) else parameter.grad
+        None if missed and square is None and (blank or parameter in zeroed) else parameter.grad
         for parameter, square in zip(bucket.params, found, strict=True)
     ]
     squares = [None if gradient is None else square for gradient, square in zip(gradients, found, strict=True)]
     for name, gradient, square in zip(bucket.names, gradients, squares, strict=True):
         if gradient is not None:
-            _refuse(name, gradient, square)
+            _refuse(name, gradient, square, blank)
+    gradients = bucket.here(gradients)
     gradient = bucket.rows(gradients)
-    (size,) = bucket.sums(gradient.square())
+    if elementwise and bucket.group is not None and any(gradient is not None for gradient in gradients):
+        squares = _scattered(bucket, gradients, squares)
     square = bucket.rows(squares) if elementwise else bucket.stack(squares)
     changed = source.changed(bucket.names, gradients)
     if changed is not None:  # what was done to g since the backward pass was not done to Σ c_i²: do it now
         factor = changed.square()
         square = square * (bucket.column(factor) if elementwise else factor)
     if elementwise:
-        (spread,) = bucket.sums(square)
+        size, spread = bucket.sums(gradient.square(), square)
     else:
+        (size,) = bucket.sums(gradient.square())
         square = spread = bucket.reduce(square, "sum")
     counts = [
         None if gradient is None else source.samples(name)
@@ -63,12 +73,26 @@ def read(
     return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, bad)
 
 
-def _refuse(name: str, gradient: Tensor, square: Tensor | None) -> None:
+def _scattered(
+    bucket: Bucket, gradients: Sequence[Tensor | None], squares: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Of sharded parameters, Σ c² over the samples of all ranks, in the rows that lie on this one."""
+    trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    zero = bucket.pads[0].new_zeros(())  # of a rank without samples
+    parameters = [bucket.params[i] for i in trained]
+    given = [zero.expand(p.shape) if (s := squares[i]) is None else s for i, p in zip(trained, parameters, strict=True)]
+    result: list[Tensor | None] = [None] * len(squares)
+    for i, square in zip(trained, sharded.scattered(given, parameters), strict=True):
+        result[i] = square
+    return result
+
+
+def _refuse(name: str, gradient: Tensor, square: Tensor | None, blank: bool) -> None:
     if gradient.is_sparse:
         raise RuntimeError(
             f"the gradient of parameter '{name}' is sparse, which AutoOpt does not train: set sparse=False there."
         )
-    if square is None:
+    if square is None and not blank:
         raise RuntimeError(
             f"parameter '{name}' has a gradient but no statistics. Either no backward() has reached its layer since "
             "the last step() or zero_grad(), or the gradient did not come from the layer's own forward pass (but from "

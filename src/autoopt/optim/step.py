@@ -1,5 +1,6 @@
 """One step of the parameters of one bucket: metric, products, filter, length, weights, their average."""
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +38,7 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
     bucket.keep("count", live, bucket.statistics["count"] + 1)
     rows = moves[bucket.tensor_of_row].unsqueeze(1)
     raw = torch.where(rows, reading.gradient, 0.0)
-    weights, decay = bucket.rows(bucket.params), group["weight_decay"]
+    weights, decay = bucket.rows(bucket.here(bucket.params)), group["weight_decay"]
     coupled = decay and not group["decoupled_weight_decay"]
     gradient = torch.where(rows, raw + decay * weights, 0.0) if coupled else raw
 
@@ -52,7 +53,7 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
         change = change + weights * bucket.spread(group["lr"] * decay * shrink)
     change = torch.where(rows, change, 0.0)
     optimizer._moved(group, bucket, change, rows)
-    torch._foreach_sub_(bucket.params, bucket.tensors(change))  # type: ignore[arg-type]
+    torch._foreach_sub_(bucket.here(bucket.params), bucket.tensors(change))
     if group["average"]:
         newest = torch.where(rows, bucket.spread(oracle.relative.newest(bucket.statistics["count"])), 0.0)
         bucket.buffers[AVERAGE].lerp_(weights - change, newest)
@@ -70,11 +71,26 @@ def _products(
     """The inner products of the gradient (`raw`: less weight decay) and the previous estimate, and V̂."""
     bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
     natural = over(gradient, metric)
-    gm, mm = bucket.sums(natural * estimate, over(estimate.square(), metric))
-    raw_gg = reading.size if metric is None else bucket.sums(over(raw.square(), metric))[0]
-    gg = raw_gg if raw is gradient else bucket.sums(gradient * natural)[0]
-    square = bucket.sums(over(reading.square, metric))[0] if elementwise else reading.square
-    square, samples = source.over_ranks(torch.stack([square / source.ranks**2, reading.samples]))
+
+    def elements() -> Iterator[Tensor]:  # one matrix at a time, of what is summed
+        yield natural * estimate
+        yield over(estimate.square(), metric)
+        if metric is not None:
+            yield over(raw.square(), metric)
+        if raw is not gradient:
+            yield gradient * natural
+
+    of_rows = bucket.sums_here(elements())
+    square = bucket.sums_here([over(reading.square, metric)])[0] if elementwise else reading.square
+    of_samples = torch.stack([square / source.ranks**2, reading.samples])
+    if bucket.group is None:
+        of_samples = source.over_ranks(of_samples)
+    else:  # the rows are spread over the ranks as the samples are
+        of_rows, of_samples = source.over_ranks(torch.cat([of_rows, of_samples])).split([len(of_rows), 2])
+    gm, mm, *sizes = of_rows
+    raw_gg = reading.size if metric is None else sizes[0]
+    gg = raw_gg if raw is gradient else sizes[-1]
+    square, samples = of_samples
 
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
     measured = live & (samples > 1) & (gg > 0)
