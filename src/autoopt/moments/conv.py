@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoopt.moments.operation import Moments, Operation
-from autoopt.moments.product import added, chunk, gram, gram_pays, gram_total, in_tiles, product, product_moments
+from autoopt.moments.product import added, chunk, gram, gram_pays, gram_total, in_parts, in_tiles, product, product_moments
 
 WIDE = 16  # rows of a matrix that are enough for a fast product
 FUNCTION = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -52,7 +52,7 @@ class Conv(Operation):
     def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         (x,) = kept
         delta = dy.flatten(2).unflatten(1, (self.groups, -1))
-        parts = zip(*(part.split(self._at_a_time(dy, x)) for part in (delta, x)), strict=True)
+        parts = in_parts(self._at_a_time(dy, x), delta, x)
         return torch.cat([product(d, self.columns(a).mT) for d, a in parts]).reshape(-1, *self._shape(dy, x))
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
@@ -75,9 +75,8 @@ class Conv(Operation):
     def _one_by_one(self, dy: Tensor, x: Tensor, shape: tuple[int, ...], total: bool) -> Moments:
         delta = dy.flatten(2).unflatten(1, (self.groups, -1)).mT  # (samples, groups, positions, out/groups)
         by_row = self.stride[0] == 1 and math.prod(shape[1:]) >= WIDE * self.kernel[0]
-        size = self._at_a_time(dy, x)
         moments_of = self._by_kernel_row if by_row else self._at_once
-        parts = zip(delta.split(size), x.split(size), strict=True)
+        parts = in_parts(self._at_a_time(dy, x, by_row), delta, x)
         gradient, square = added(moments_of(d, a, dy.shape[2], total) for d, a in parts)
         if by_row:
             rows = (self.kernel[0], *shape[:2], *shape[3:])
@@ -89,9 +88,11 @@ class Conv(Operation):
         """That of the weight."""
         return dy.shape[1], x.shape[1] // self.groups, *self.kernel
 
-    def _at_a_time(self, dy: Tensor, x: Tensor) -> int:
-        """How many samples' windows may be held."""
-        return max(1, chunk(x.device) // (x.shape[1] * dy[0, 0].numel() * math.prod(self.kernel)))
+    def _at_a_time(self, dy: Tensor, x: Tensor, by_row: bool = False) -> int:
+        """How many samples' windows may be held; by rows of the kernel they are of the rows of x."""
+        rows = x.shape[2] + 2 * self.padding[0] if by_row else dy.shape[2] * self.kernel[0]
+        windows = math.prod(dy.shape[3:]) * math.prod(self.kernel[1:])
+        return max(1, chunk(x.device) // (x.shape[1] * rows * windows))
 
     def _at_once(self, delta: Tensor, x: Tensor, height: int, total: bool) -> Moments:
         return product_moments(delta, self.columns(x).mT, total)
@@ -136,7 +137,7 @@ class Conv(Operation):
 
     def _gram_pays(self, dy: Tensor, x: Tensor, weight: int) -> bool:
         points = math.prod([size + 2 * p for size, p in zip(x.shape[2:], self.padding, strict=True)])
-        pairs = dy[0, 0].numel() ** 2
+        pairs = math.prod(dy.shape[2:]) ** 2
         return gram_pays(pairs * dy.shape[1] + points**2 * x.shape[1], weight, math.prod(self.kernel) * pairs)
 
     def _padded(self, x: Tensor) -> Tensor:
