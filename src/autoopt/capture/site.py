@@ -34,8 +34,9 @@ class Site:
         self.current, self.ledger, self.total = current, ledger, ledger.total
         self.names: dict[str, str] = {}  # role -> name of the parameter that has it
         self.shadows: dict[str, Tensor] = {}  # role of a parameter that only this layer uses -> leaf, .grad is Σ_i c_i²
-        self.samples = torch.zeros(())  # leaf whose .grad is N
-        self.uses = torch.zeros(2)  # leaf whose .grad is (N, number of uses) of a compiled pass
+        self.rows = 0  # N of the eager passes
+        self.samples = torch.zeros(())  # leaf whose .grad is N of the compiled passes
+        self.uses = torch.zeros(2)  # leaf whose .grad is (N, number of uses) of the last compiled pass
         self.origins: dict[str, list[nn.Parameter]] = {}  # role of a computed tensor -> what it is computed from
         self.lent = False  # some of the origins belong to other layers' tensors too
         self.repeated = False  # from when the layer is first seen to be used more than once
@@ -134,14 +135,19 @@ class Site:
                 "laid out in another way than when the optimizer was made. Make it anew."
             )
 
-    def leaves(self, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def leaves(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The leaves to run forward with: samples, uses, weight, bias. A shadow only where the parameter trains."""
         for role, shadow in self.shadows.items():
             if shadow.device != device or shadow.dtype != precision(self.parameter(role)):  # the model was moved
                 self._shadow(role)
         trained = {role: shadow for role, shadow in self.shadows.items() if self.parameter(role).requires_grad}
-        uses = self.uses if torch.compiler.is_compiling() else None
-        return self.samples, uses, trained.get("weight"), trained.get("bias")
+        counters = (self.samples, self.uses) if torch.compiler.is_compiling() else (None, None)
+        return *counters, trained.get("weight"), trained.get("bias")
+
+    @property
+    def counted(self) -> Tensor | int:
+        """N behind what the shadows hold."""
+        return self.rows if self.samples.grad is None else self.samples.grad + self.rows
 
     def _shadow(self, role: str) -> None:
         """Put a shadow beside the parameter of that role, where the parameter now is."""
@@ -192,6 +198,7 @@ class Site:
 
     def clear(self) -> None:
         """Forget the statistics gathered so far."""
+        self.rows = 0
         for leaf in (self.samples, self.uses, *self.shadows.values()):
             leaf.grad = None
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from autoopt.capture.current import Pass
 from autoopt.capture.distributed import total
+from autoopt.moments import wide
 
 
 class Source(ABC):
@@ -32,8 +33,8 @@ class Source(ABC):
         """Σ c² of a parameter since the last clear, elementwise or in total; None where it was missed."""
 
     @abstractmethod
-    def samples(self, name: str) -> Tensor | None:
-        """N behind `second_moment`, a 0-dim tensor on the device."""
+    def samples(self, name: str) -> Tensor | int:
+        """N behind `second_moment`: a 0-dim tensor where only the device knows."""
 
     @abstractmethod
     def lost(self) -> str | None:
@@ -83,9 +84,9 @@ class Source(ABC):
         rest = iter(sizes)
         now = torch.stack([one if gradient is None else next(rest) for gradient in gradients])
         before = torch.stack([self.sizes.get(name, one) for name in names])
-        return torch.where(before > 0, now / before, 1.0)
+        return torch.where(before > 0, now / before, one)
 
 
 def _sizes(gradients: list[Tensor]) -> list[Tensor]:
-    """|g| of each, in one operation."""
-    return list(torch._foreach_norm(gradients, dtype=torch.float64)) if gradients else []
+    """|g| of each, in one operation and in the precision that the step squares them in."""
+    return list(torch._foreach_norm([wide(gradient) for gradient in gradients])) if gradients else []

@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoopt.moments.operation import Moments, Operation
-from autoopt.moments.product import added, chunk, gram, gram_pays, gram_total, in_parts, in_tiles, product, product_moments
+from autoopt.moments.product import (
+    added,
+    chunk,
+    gram,
+    gram_pays,
+    gram_total,
+    in_parts,
+    in_tiles,
+    product,
+    product_moments,
+)
 
 WIDE = 16  # rows of a matrix that are enough for a fast product
 FUNCTION = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

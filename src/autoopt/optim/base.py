@@ -1,6 +1,7 @@
 """What all automatic optimizers share: the lifecycle, and the order of a step."""
 
 import contextlib
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
 from autoopt.optim.reading import Reading, read
 from autoopt.optim.robust import Robust
-from autoopt.optim.rule import Rule
+from autoopt.optim.rule import Rule, Share
 from autoopt.optim.step import move
 
 
@@ -195,7 +196,7 @@ class AutoOptimizer(Optimizer, ABC):
                 if group["lr"] != 0 and any(p.grad is not None for p in bucket.params)
             ]
             if readings:
-                bad = torch.stack([reading.bad.to(readings[0].bad.device) for reading in readings]).sum()
+                bad = functools.reduce(torch.add, [reading.bad.to(readings[0].bad.device) for reading in readings])
                 finite = source.over_ranks(bad) == 0
                 for reading in readings:
                     move(self, self._rule(reading.group), source, reading, finite.to(reading.bad.device))
@@ -234,7 +235,7 @@ class AutoOptimizer(Optimizer, ABC):
         """The names of the tensors that the metric keeps for each parameter."""
         return ()
 
-    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor:
+    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
         """What is stepped along, before the metric; ĝ was `kept`·ĝ + `new`·g."""
         return estimate
 
@@ -290,7 +291,7 @@ class AutoOptimizer(Optimizer, ABC):
             return
         running = self._made_running()  # there from the first step on, whatever became of it
         counts = [reading.bucket.statistics["count"] for reading in readings if reading.group["average"]]
-        if counts:
+        if counts and running.found:
             running.update(oracle.relative.newest(counts[0].max()))
 
     # The layout of the state.

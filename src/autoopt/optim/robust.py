@@ -1,5 +1,6 @@
 """rule="robust": a step relative to the size of the weights, the same for every loss, metric and model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,13 +26,13 @@ class Robust:
             "rate": 0.0,
         }  # fmt: skip
 
-    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
+    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[float, float]:
         known, live = bucket.statistics, products.live
         age = known["age"]  # steps before this one
         spread, whole = _corrected(known["variance"], known["measured"]), _corrected(known["gradient"], age)
         noise = torch.where(known["measured"] > 0, spread, whole)  # no spread seen: all of it may be noise
         estimate = products.gm / (1 - known["carry"])  # u started at zero
-        aligned = relative.MOMENTUM * known["alignment"] + (1 - relative.MOMENTUM) * estimate
+        aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
         aligned = bucket.keep("alignment", live & (age > 0), aligned)
         travels = relative.travels(aligned / (1 - relative.MOMENTUM**age), noise, age)
         bucket.keep("count", live & travels, known["count"] / 2)
@@ -40,8 +41,7 @@ class Robust:
         bucket.keep("variance", products.measured, _smooth(known["variance"], products.variance))
         bucket.keep("measured", products.measured, known["measured"] + 1)
         bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
-        kept = torch.full_like(products.gg, relative.MOMENTUM)
-        return kept, 1 - kept
+        return relative.MOMENTUM, 1 - relative.MOMENTUM
 
     def length(
         self, group: dict[str, Any], bucket: Bucket, live: Tensor, direction: Tensor, weights: Tensor
@@ -61,9 +61,9 @@ class Robust:
 
 
 def _smooth(average: Tensor, value: Tensor) -> Tensor:
-    return relative.SMOOTHING * average + (1 - relative.SMOOTHING) * value
+    return average.lerp(value, 1 - relative.SMOOTHING)
 
 
 def _corrected(average: Tensor, steps: Tensor) -> Tensor:
     """An average that started at zero so many steps ago, without what is left of that start."""
-    return average / (1 - relative.SMOOTHING**steps)
+    return average / -torch.expm1(steps * math.log(relative.SMOOTHING))  # 1 - SMOOTHING**steps
