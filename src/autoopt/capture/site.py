@@ -64,8 +64,8 @@ class Site:
         self.lent |= shared
 
     def parameter(self, role: str) -> nn.Parameter:
-        parameter = getattr(self.layer, role)
-        if not isinstance(parameter, nn.Parameter):
+        parameter = self.layer._parameters.get(role)
+        if parameter is None:
             raise RuntimeError(
                 f"'{role}' of layer '{self.name}' is no parameter any more (a parametrization, pruning): call the "
                 "optimizer's detach() before such a change, and make it anew after."
@@ -137,10 +137,13 @@ class Site:
 
     def leaves(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The leaves to run forward with: samples, uses, weight, bias. A shadow only where the parameter trains."""
+        trained = {}
         for role, shadow in self.shadows.items():
-            if shadow.device != device or shadow.dtype != precision(self.parameter(role)):  # the model was moved
-                self._shadow(role)
-        trained = {role: shadow for role, shadow in self.shadows.items() if self.parameter(role).requires_grad}
+            parameter = self.parameter(role)
+            if shadow.device != device or shadow.dtype != precision(parameter):  # the model was moved
+                shadow = self._shadow(role)
+            if parameter.requires_grad:
+                trained[role] = shadow
         counters = (self.samples, self.uses) if torch.compiler.is_compiling() else (None, None)
         return *counters, trained.get("weight"), trained.get("bias")
 
@@ -149,13 +152,14 @@ class Site:
         """N behind what the shadows hold."""
         return self.rows if self.samples.grad is None else self.samples.grad + self.rows
 
-    def _shadow(self, role: str) -> None:
+    def _shadow(self, role: str) -> Tensor:
         """Put a shadow beside the parameter of that role, where the parameter now is."""
         parameter = self.parameter(role)
         leaf = torch.zeros((), dtype=precision(parameter), device=parameter.device)
         self.shadows[role] = leaf.expand(() if self.total else parameter.shape).requires_grad_()  # one number of memory
         self.samples, self.uses = (torch.zeros(shape, device=parameter.device).requires_grad_() for shape in ((), (2,)))
         self.samples.register_post_accumulate_grad_hook(self.current.arrived)
+        return self.shadows[role]
 
     # The backward pass.
 

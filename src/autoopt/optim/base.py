@@ -171,7 +171,6 @@ class AutoOptimizer(Optimizer, ABC):
 
     # The step.
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Nothing of it is read back from the device.
 
@@ -182,6 +181,9 @@ class AutoOptimizer(Optimizer, ABC):
         Args:
             closure: as in torch.optim, reevaluates the model; what it returns, if anything, is returned.
         """
+        return self._step_eagerly(closure) if torch.compiler.is_compiling() else self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -203,6 +205,8 @@ class AutoOptimizer(Optimizer, ABC):
             self._average_running(readings)
         source.clear()
         return loss
+
+    _step_eagerly = torch.compiler.disable(_step)
 
     def _refuse_step(self, source: Source) -> None:
         if self._now.inside:

@@ -135,6 +135,10 @@ class Bucket:
         rows = torch.stack([matrix.sum(1) for matrix in matrices], 1).to(STATISTICS)
         return torch.segment_reduce(rows, "sum", lengths=self.rows_per_unit, unsafe=True).T
 
+    def sum(self, matrix: Tensor) -> Tensor:
+        """The sum of a matrix over each unit's elements."""
+        return torch.segment_reduce(matrix.sum(1).to(STATISTICS), "sum", lengths=self.rows_per_unit, unsafe=True)
+
     def stack(self, numbers: Sequence[Tensor | None]) -> Tensor:
         """One number per tensor (None is zero), stacked."""
         return torch.stack([self.zero if number is None else number for number in numbers]).to(STATISTICS)

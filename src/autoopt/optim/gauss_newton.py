@@ -52,7 +52,7 @@ class AutoGaussNewton(AutoOptimizer):
         square, samples = source.over_ranks(reading.square) / source.ranks**2, source.over_ranks(reading.samples)
         square = masked(square * bucket.spread(samples), rows)  # what is not finite must not pass
         curvature = averaged(bucket, "curvature", group["decay"], square, rows)
-        mean = bucket.spread(bucket.sums(curvature)[0] / bucket.elements)
+        mean = bucket.spread(bucket.sum(curvature) / bucket.elements)
         # a unit that has not moved yet has no curvature, and none of what it gets is used
         metric: Tensor = curvature + group["damping"] * mean + (mean == 0).to(mean)
         return metric

@@ -44,14 +44,14 @@ def read(
         if gradient is not None:
             _refuse(name, gradient, square)
     gradient = bucket.rows(gradients)
-    (size,) = bucket.sums(gradient.square())
+    size = bucket.sum(gradient.square())
     square = bucket.rows(squares) if elementwise else bucket.stack(squares)
     changed = source.changed(bucket.names, gradients)
     if changed is not None:  # what was done to g since the backward pass was not done to Σ c_i²: do it now
         factor = changed.square()
         square = square * (bucket.column(factor) if elementwise else factor)
     if elementwise:
-        (spread,) = bucket.sums(square)
+        spread = bucket.sum(square)
     else:
         square = spread = bucket.reduce(square, "sum")
     counts = [

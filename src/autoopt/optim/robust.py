@@ -31,10 +31,11 @@ class Robust:
         age = known["age"]  # steps before this one
         spread, whole = _corrected(known["variance"], known["measured"]), _corrected(known["gradient"], age)
         noise = torch.where(known["measured"] > 0, spread, whole)  # no spread seen: all of it may be noise
-        estimate = products.gm / (1 - known["carry"])  # u started at zero
+        correction = 1 - known["carry"]  # u started at zero, and so did the alignment
+        estimate = products.gm / correction
         aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
         aligned = bucket.keep("alignment", live & (age > 0), aligned)
-        travels = relative.travels(aligned / (1 - relative.MOMENTUM**age), noise, age)
+        travels = relative.travels(aligned / correction, noise, age)
         bucket.keep("count", live & travels, known["count"] / 2)
 
         bucket.keep("gradient", live, _smooth(known["gradient"], products.gg))

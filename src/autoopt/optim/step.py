@@ -71,9 +71,9 @@ def _products(
     bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
     natural = over(gradient, metric)
     gm, mm = bucket.sums(natural * estimate, over(estimate.square(), metric))
-    raw_gg = reading.size if metric is None else bucket.sums(over(raw.square(), metric))[0]
-    gg = raw_gg if raw is gradient else bucket.sums(gradient * natural)[0]
-    square = bucket.sums(over(reading.square, metric))[0] if elementwise else reading.square
+    raw_gg = reading.size if metric is None else bucket.sum(over(raw.square(), metric))
+    gg = raw_gg if raw is gradient else bucket.sum(gradient * natural)
+    square = bucket.sum(over(reading.square, metric)) if elementwise else reading.square
     square, samples = source.over_ranks(torch.stack([square / source.ranks**2, reading.samples]))
 
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
