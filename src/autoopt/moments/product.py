@@ -38,7 +38,10 @@ class Product:
 
     def gradient(self) -> Tensor:
         """Σ_i c_i."""
-        return self.delta.flatten(0, 1).T @ self.a.flatten(0, 1)
+        delta, a = self.delta, self.a
+        if delta.stride(0) < delta.stride(1):  # time comes first in memory, so that this order needs no copy
+            delta, a = delta.transpose(0, 1), a.transpose(0, 1)
+        return delta.flatten(0, 1).T @ a.flatten(0, 1)
 
     def gram_pays(self) -> bool:
         """Whether `total` costs less than the contributions."""
