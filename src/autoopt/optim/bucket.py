@@ -178,7 +178,7 @@ class Bucket:
 def masked(matrix: Tensor, rows: Tensor) -> Tensor:
     """The matrix with zeros where `rows`, a column, is False, whatever was there: 0 · inf is no number, its bits are.
 
-    On a CPU this takes a fifth of the time of `torch.where`.
+    For a million elements on a CPU this takes a fifth of the time of `torch.where`.
     """
     bits = torch.int64 if matrix.dtype == torch.float64 else torch.int32
     return (matrix.view(bits) & -rows.to(bits)).view(matrix.dtype)
