@@ -41,3 +41,21 @@ def test_a_compiled_model_trains_as_the_plain_one(make: type) -> None:
     for (name, a), b in zip(plain.named_parameters(), other.parameters(), strict=True):
         if make is AutoSGD or name not in ("0.bias", "5.bias"):
             torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo, tracing any Function
+def test_eager_and_compiled_passes_of_one_step_are_counted_together() -> None:
+    """N of the one is counted on the host, of the other on the device."""
+    plain = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    other = copy.deepcopy(plain)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    batches = [(torch.randn(size, 4).double(), torch.randint(0, 3, (size,))) for size in (6, 4)]
+    optimizers = AutoSGD(plain), AutoSGD(other)
+    for model, (x, y) in zip((other, compiled), batches, strict=True):
+        F.cross_entropy(model(x), y).backward()
+    for x, y in batches:
+        F.cross_entropy(plain(x), y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, chosen in optimizers[0].tuned().items():
+        assert optimizers[1].tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9)

@@ -110,11 +110,10 @@ class Capture(Source):
         direct, booked = self._shadow(name), self.ledger.squares.get(name)
         return booked if direct is None else direct if booked is None else direct + booked
 
-    def samples(self, name: str) -> Tensor | None:
-        """N behind `second_moment`, a 0-dim tensor on the device."""
-        direct = None if self._shadow(name) is None else self.direct[name][0].samples.grad
-        booked = self.ledger.samples.get(name)
-        return booked if direct is None else direct if booked is None else direct + booked
+    def samples(self, name: str) -> Tensor | int:
+        """N behind `second_moment`: a 0-dim tensor on the device where compiled passes were counted."""
+        direct = 0 if self._shadow(name) is None else self.direct[name][0].counted
+        return direct + self.ledger.samples.get(name, 0)
 
     def _shadow(self, name: str) -> Tensor | None:
         """Σ_i c_i² of the passes in which the parameter had one use."""

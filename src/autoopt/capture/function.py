@@ -3,8 +3,9 @@
 Note [shadow leaves]: beside each observed parameter stands a leaf tensor, its shadow, that takes no part in the
 forward pass. The backward pass returns Σ_i c_i² as the "gradient" of the shadow. So autograd itself carries the
 statistics: they accumulate over micro-batches exactly as `.grad` does, survive activation checkpointing and in-place
-activations, and are ordinary outputs for torch.compile. The number of samples travels the same way. What is used
-several times goes through the ledger instead, which the backward pass tells what each sample adds.
+activations, and are ordinary outputs for torch.compile. In a compiled pass the number of samples travels the same way;
+an eager one counts on the host. What is used several times goes through the ledger instead, which the backward pass
+tells what each sample adds.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ class Observe(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        samples: Tensor,
+        samples: Tensor | None,
         uses: Tensor | None,
         weight_square: Tensor | None,
         bias_square: Tensor | None,
@@ -47,11 +48,12 @@ class Observe(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         operation, site, rows = ctx.operation, ctx.site, dy.shape[0]
-        _, _, _, needs_x, needs_weight, needs_bias, _, counts_uses, observes_weight, observes_bias = (
-            ctx.needs_input_grad
-        )
+        _, _, _, needs_x, needs_weight, needs_bias, compiled, _, observes_weight, observes_bias = ctx.needs_input_grad
+        counts = False
         if not torch.compiler.is_compiling():
-            if any(executes(node) for node, _ in ctx.next_functions[1:3] if node is not None):  # of weight and bias
+            # of weight and bias
+            counts = any(executes(node) for node, _ in ctx.next_functions[1:3] if node is not None)
+            if counts:
                 site.check(rows, ctx)
             else:
                 site.closed(ctx)
@@ -72,8 +74,11 @@ class Observe(torch.autograd.Function):
             db, b2 = operation.bias_moments(dy, site.total)
         samples = uses = None
         if w2 is not None or b2 is not None:
-            samples = torch.full((), rows, dtype=torch.float32, device=dy.device)
-            uses = torch.stack([samples, torch.ones_like(samples)]) if counts_uses else None
+            if compiled:
+                samples = torch.full((), rows, dtype=torch.float32, device=dy.device)
+                uses = torch.stack([samples, torch.ones_like(samples)])
+            elif counts:
+                site.rows += rows
         return (
             None, None, None, dx, dw if needs_weight else None, db if needs_bias else None,
             samples, uses, w2 if observes_weight else None, b2 if observes_bias else None,

@@ -34,7 +34,7 @@ class Ledger:
         self.names: dict[nn.Parameter, str] = {}
         self.gathered: dict[str, nn.Parameter] = {}  # what stands for a sharded parameter while its module runs
         self.squares: dict[str, Tensor] = {}  # Σ_i c_i² since the last clear, elementwise or in total
-        self.samples: dict[str, Tensor] = {}  # N behind it, a 0-dim tensor on the device
+        self.samples: dict[str, int] = {}  # N behind it
         self.audit = Audit()
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
@@ -148,10 +148,9 @@ class Ledger:
         return graph
 
     def _book(self, name: str, samples: int, square: Tensor) -> None:
-        count = torch.full((), samples, dtype=torch.float32, device=square.device)
         known = name in self.squares
         self.squares[name] = self.squares[name] + square if known else square
-        self.samples[name] = self.samples[name] + count if known else count
+        self.samples[name] = self.samples[name] + samples if known else samples
 
 
 def _late(name: str) -> str:

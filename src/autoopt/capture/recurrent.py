@@ -52,7 +52,9 @@ class Recur(torch.autograd.Function):
                 tuple(gradient.to(exact) for gradient in gradients), ctx.lengths,
             )  # fmt: skip
             dx = (back.ih.delta @ weights.ih).to(x.dtype) if needs_x else None
-            uses = (back.ih, back.hh, back.ih, back.hh, back.hr)
+            over_time = back.ih.delta.sum(0) if needs[2] or needs[3] else None
+            same = back.hh.delta is back.ih.delta or not needs[3]  # as they are but in a GRU
+            uses = (back.ih, back.hh, over_time, over_time if same else back.hh.delta.sum(0), back.hr)
             of_weights = [
                 _reported(ctx, tensor, use).to(tensor.dtype) if needed else None
                 for tensor, use, needed in zip(ctx.tensors, uses, needs, strict=True)
@@ -62,10 +64,10 @@ class Recur(torch.autograd.Function):
 
 
 def _reported(ctx: Any, tensor: Tensor, use: Any) -> Tensor:
-    """The gradient of a weight or bias."""
+    """The gradient of a weight, from its use, or of a bias, from its contributions."""
     site: Composite = ctx.site
     if tensor.dim() == 1:
-        return site.sum(tensor, use.delta.sum(0), ctx)
+        return site.sum(tensor, use, ctx)
     return site.product(tensor, Product(use.delta.transpose(0, 1), use.a.transpose(0, 1)), ctx)
 
 

@@ -34,8 +34,9 @@ class Site:
         self.current, self.ledger, self.total = current, ledger, ledger.total
         self.names: dict[str, str] = {}  # role -> name of the parameter that has it
         self.shadows: dict[str, Tensor] = {}  # role of a parameter that only this layer uses -> leaf, .grad is Σ_i c_i²
-        self.samples = torch.zeros(())  # leaf whose .grad is N
-        self.uses = torch.zeros(2)  # leaf whose .grad is (N, number of uses) of a compiled pass
+        self.rows = 0  # N of the eager passes
+        self.samples = torch.zeros(())  # leaf whose .grad is N of the compiled passes
+        self.uses = torch.zeros(2)  # leaf whose .grad is (N, number of uses) of the last compiled pass
         self.origins: dict[str, list[nn.Parameter]] = {}  # role of a computed tensor -> what it is computed from
         self.lent = False  # some of the origins belong to other layers' tensors too
         self.repeated = False  # from when the layer is first seen to be used more than once
@@ -63,8 +64,8 @@ class Site:
         self.lent |= shared
 
     def parameter(self, role: str) -> nn.Parameter:
-        parameter = getattr(self.layer, role)
-        if not isinstance(parameter, nn.Parameter):
+        parameter = self.layer._parameters.get(role)
+        if parameter is None:
             raise RuntimeError(
                 f"'{role}' of layer '{self.name}' is no parameter any more (a parametrization, pruning): call the "
                 "optimizer's detach() before such a change, and make it anew after."
@@ -134,22 +135,31 @@ class Site:
                 "laid out in another way than when the optimizer was made. Make it anew."
             )
 
-    def leaves(self, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def leaves(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The leaves to run forward with: samples, uses, weight, bias. A shadow only where the parameter trains."""
+        trained = {}
         for role, shadow in self.shadows.items():
-            if shadow.device != device or shadow.dtype != precision(self.parameter(role)):  # the model was moved
-                self._shadow(role)
-        trained = {role: shadow for role, shadow in self.shadows.items() if self.parameter(role).requires_grad}
-        uses = self.uses if torch.compiler.is_compiling() else None
-        return self.samples, uses, trained.get("weight"), trained.get("bias")
+            parameter = self.parameter(role)
+            if shadow.device != device or shadow.dtype != precision(parameter):  # the model was moved
+                shadow = self._shadow(role)
+            if parameter.requires_grad:
+                trained[role] = shadow
+        counters = (self.samples, self.uses) if torch.compiler.is_compiling() else (None, None)
+        return *counters, trained.get("weight"), trained.get("bias")
 
-    def _shadow(self, role: str) -> None:
+    @property
+    def counted(self) -> Tensor | int:
+        """N behind what the shadows hold."""
+        return self.rows if self.samples.grad is None else self.samples.grad + self.rows
+
+    def _shadow(self, role: str) -> Tensor:
         """Put a shadow beside the parameter of that role, where the parameter now is."""
         parameter = self.parameter(role)
         leaf = torch.zeros((), dtype=precision(parameter), device=parameter.device)
         self.shadows[role] = leaf.expand(() if self.total else parameter.shape).requires_grad_()  # one number of memory
         self.samples, self.uses = (torch.zeros(shape, device=parameter.device).requires_grad_() for shape in ((), (2,)))
         self.samples.register_post_accumulate_grad_hook(self.current.arrival())
+        return self.shadows[role]
 
     # The backward pass.
 
@@ -192,6 +202,7 @@ class Site:
 
     def clear(self) -> None:
         """Forget the statistics gathered so far."""
+        self.rows = 0
         for leaf in (self.samples, self.uses, *self.shadows.values()):
             leaf.grad = None
 

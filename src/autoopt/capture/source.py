@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from autoopt.capture import sharded
 from autoopt.capture.current import Pass
 from autoopt.capture.distributed import total
+from autoopt.moments import wide
 
 
 class Source(ABC):
@@ -34,8 +35,8 @@ class Source(ABC):
         """Σ c² of a parameter since the last clear, elementwise or in total; None where it was missed."""
 
     @abstractmethod
-    def samples(self, name: str) -> Tensor | None:
-        """N behind `second_moment`, a 0-dim tensor on the device."""
+    def samples(self, name: str) -> Tensor | int:
+        """N behind `second_moment`: a 0-dim tensor where only the device knows."""
 
     @abstractmethod
     def lost(self) -> str | None:
@@ -101,9 +102,9 @@ class Source(ABC):
             parts = torch.stack([now.square(), before.square(), (now != before).to(now)]) * seen
             now, before, touched = self.over_ranks(parts).sqrt()
             now = torch.where(touched > 0, now, before)  # two sums may be taken in two orders
-        return torch.where(before > 0, now / before, 1.0)
+        return torch.where(before > 0, now / before, one)
 
 
 def _sizes(gradients: list[Tensor]) -> list[Tensor]:
-    """|g| of each, in one operation."""
-    return list(torch._foreach_norm(gradients, dtype=torch.float64)) if gradients else []
+    """|g| of each, in one operation and in the precision that the step squares them in."""
+    return list(torch._foreach_norm([wide(gradient) for gradient in gradients])) if gradients else []

@@ -36,7 +36,6 @@ class Spread(Source):
         self._parameters: dict[str, nn.Parameter] = {}
         self.squares: dict[str, Tensor] = {}
         self.passes: dict[str, int] = {}
-        self.counts: dict[tuple[int, torch.device], Tensor] = {}
         self._handles: list[Any] = []
         self.add(parameters)
 
@@ -85,12 +84,9 @@ class Spread(Source):
         zero = torch.zeros((), dtype=precision(parameter), device=parameter.device)
         return zero.expand(parameter.shape) if self.elementwise else zero
 
-    def samples(self, name: str) -> Tensor | None:
-        """How many passes there were, a 0-dim tensor on the device."""
-        key = self.passes.get(name, 0), self._parameters[name].device
-        if key not in self.counts:  # few occur, so each is made once
-            self.counts[key] = torch.tensor(float(key[0])).to(key[1])
-        return self.counts[key]
+    def samples(self, name: str) -> int:
+        """How many passes there were."""
+        return self.passes.get(name, 0)
 
     def lost(self) -> str | None:
         """Nothing can take a parameter away."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoopt.moments.operation import Moments, Operation
-from autoopt.moments.product import added, chunk, gram, gram_pays, gram_total, in_tiles, product, product_moments
+from autoopt.moments.product import added, chunk, gram, gram_pays, gram_total, in_parts, in_tiles, of_each, product
 
 WIDE = 16  # rows of a matrix that are enough for a fast product
 FUNCTION = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -52,7 +52,7 @@ class Conv(Operation):
     def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         (x,) = kept
         delta = dy.flatten(2).unflatten(1, (self.groups, -1))
-        parts = zip(*(part.split(self._at_a_time(dy, x)) for part in (delta, x)), strict=True)
+        parts = in_parts(self._at_a_time(dy, x), delta, x)
         return torch.cat([product(d, self.columns(a).mT) for d, a in parts]).reshape(-1, *self._shape(dy, x))
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
@@ -73,11 +73,10 @@ class Conv(Operation):
         return x.reshape(x.shape[0], self.groups, -1, math.prod(x.shape[x.dim() - dims :]))
 
     def _one_by_one(self, dy: Tensor, x: Tensor, shape: tuple[int, ...], total: bool) -> Moments:
-        delta = dy.flatten(2).unflatten(1, (self.groups, -1)).mT  # (samples, groups, positions, out/groups)
+        delta = dy.flatten(2).unflatten(1, (self.groups, -1))  # (samples, groups, out/groups, positions)
         by_row = self.stride[0] == 1 and math.prod(shape[1:]) >= WIDE * self.kernel[0]
-        size = self._at_a_time(dy, x)
         moments_of = self._by_kernel_row if by_row else self._at_once
-        parts = zip(delta.split(size), x.split(size), strict=True)
+        parts = in_parts(self._at_a_time(dy, x, by_row), delta, x)
         gradient, square = added(moments_of(d, a, dy.shape[2], total) for d, a in parts)
         if by_row:
             rows = (self.kernel[0], *shape[:2], *shape[3:])
@@ -89,19 +88,22 @@ class Conv(Operation):
         """That of the weight."""
         return dy.shape[1], x.shape[1] // self.groups, *self.kernel
 
-    def _at_a_time(self, dy: Tensor, x: Tensor) -> int:
-        """How many samples' windows may be held."""
-        return max(1, chunk(x.device) // (x.shape[1] * dy[0, 0].numel() * math.prod(self.kernel)))
+    def _at_a_time(self, dy: Tensor, x: Tensor, by_row: bool = False) -> int:
+        """How many samples' windows and contributions may be held; by rows of the kernel these are of one row."""
+        rows = x.shape[2] + 2 * self.padding[0] if by_row else dy.shape[2] * self.kernel[0]
+        windows = x.shape[1] * rows * math.prod(dy.shape[3:]) * math.prod(self.kernel[1:])
+        contributions = math.prod(self._shape(dy, x)) // (self.kernel[0] if by_row else 1)
+        return max(1, chunk(x.device) // max(windows, contributions))
 
     def _at_once(self, delta: Tensor, x: Tensor, height: int, total: bool) -> Moments:
-        return product_moments(delta, self.columns(x).mT, total)
+        return of_each(product(delta, self.columns(x).mT), total)
 
     def _by_kernel_row(self, delta: Tensor, x: Tensor, height: int, total: bool) -> Moments:
         """One row of the kernel after the other: they all saw slices of the same windows, which need no copies."""
-        seen = self.columns(x, 1)
-        width = delta.shape[2] // height
-        starts = [row * self.dilation[0] * width for row in range(self.kernel[0])]
-        rows = [product_moments(delta, seen[..., start : start + delta.shape[2]].mT, total) for start in starts]
+        seen, positions = self.columns(x, 1).mT, delta.shape[3]
+        step = self.dilation[0] * (positions // height)
+        starts = [row * step for row in range(self.kernel[0])]
+        rows = [of_each(product(delta, seen[:, :, start : start + positions]), total) for start in starts]
         gradient, square = (torch.stack(part) for part in zip(*rows, strict=True))
         return Moments(gradient, square.sum() if total else square)
 
@@ -136,7 +138,7 @@ class Conv(Operation):
 
     def _gram_pays(self, dy: Tensor, x: Tensor, weight: int) -> bool:
         points = math.prod([size + 2 * p for size, p in zip(x.shape[2:], self.padding, strict=True)])
-        pairs = dy[0, 0].numel() ** 2
+        pairs = math.prod(dy.shape[2:]) ** 2
         return gram_pays(pairs * dy.shape[1] + points**2 * x.shape[1], weight, math.prod(self.kernel) * pairs)
 
     def _padded(self, x: Tensor) -> Tensor:

@@ -98,8 +98,13 @@ def fused(x: Tensor) -> bool:
     return TRITON and x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
-def moments(contributions: Tensor, total: bool) -> Moments:
-    """The moments of contributions that are there one by one, (samples, *shape of the parameter)."""
-    c = wide(contributions)
-    square = c.flatten().dot(c.flatten()) if total else c.square().sum(0)
-    return Moments(contributions.sum(0), square)
+def moments(contributions: Tensor, total: bool, *, consume: bool = False) -> Moments:
+    """The moments of contributions that are there one by one, (samples, *shape of the parameter).
+
+    `consume`: the contributions are not needed any more, and may be squared where they are.
+    """
+    gradient, c = contributions.sum(0), wide(contributions)
+    if total:
+        flat = c.flatten()
+        return Moments(gradient, flat.dot(flat))
+    return Moments(gradient, (c.square_() if consume else c.square()).sum(0))

@@ -7,6 +7,7 @@ Three exact ways:
 - fused: a Triton kernel that keeps a tile of c_i in registers. Half precision on CUDA, where c_i would fill the memory.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,10 @@ class Product:
 
     def gradient(self) -> Tensor:
         """Σ_i c_i."""
-        return self.delta.flatten(0, 1).T @ self.a.flatten(0, 1)
+        delta, a = self.delta, self.a
+        if delta.stride(0) < delta.stride(1):  # time comes first in memory, so that this order needs no copy
+            delta, a = delta.transpose(0, 1), a.transpose(0, 1)
+        return delta.flatten(0, 1).T @ a.flatten(0, 1)
 
     def gram_pays(self) -> bool:
         """Whether `total` costs less than the contributions."""
@@ -60,15 +64,21 @@ def joined(uses: Sequence[Contributions]) -> list[Contributions]:
 
 def product_moments(delta: Tensor, a: Tensor, total: bool) -> Moments:
     """The moments from (samples, ..., positions, out) and (samples, ..., positions, in), one by one."""
-    size = max(1, chunk(a.device) // (delta[0, ..., 0, :].numel() * a.shape[-1]))
-    parts = zip(delta.split(size), a.split(size), strict=True)
-    return added(of_each(product(d.mT, part), total) for d, part in parts)
+    size = max(1, chunk(a.device) // (math.prod(delta.shape[1:-2]) * delta.shape[-1] * a.shape[-1]))
+    return added(of_each(product(d.mT, part), total) for d, part in in_parts(size, delta, a))
+
+
+def in_parts(size: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """So many samples of each at a time."""
+    if len(tensors[0]) <= size:
+        return [tensors]
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def of_each(contributions: Tensor, total: bool) -> Moments:
-    """`moments`, in one reading where a kernel can."""
+    """`moments` of contributions that nobody else holds, in one reading where a kernel can."""
     if not fused(contributions):
-        return moments(contributions, total)
+        return moments(contributions, total, consume=True)
     from autoopt.moments import triton
 
     return triton.reduce(contributions, total)

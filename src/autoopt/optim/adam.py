@@ -10,6 +10,7 @@ from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
 from autoopt.optim.options import Shared, flag, number
 from autoopt.optim.reading import Reading
+from autoopt.optim.rule import Share
 
 
 class AutoAdam(AutoOptimizer):
@@ -86,5 +87,5 @@ class AutoNAdam(AutoAdam):
     Its options are those of `AutoAdam`.
     """
 
-    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor:
+    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
         return kept * estimate + new * gradient

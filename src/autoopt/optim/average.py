@@ -45,8 +45,6 @@ class RunningStatistics:
 
     def update(self, newest: Tensor) -> None:
         """Take what the layers have seen by now into the average."""
-        if not self.found:
-            return
         own, kept = map(list, zip(*self.pairs(), strict=True))
         change = torch._foreach_sub(own, kept)
         torch._foreach_mul_(change, newest.to(change[0].device))

@@ -1,6 +1,7 @@
 """What all automatic optimizers share: the lifecycle, and the order of a step."""
 
 import contextlib
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
 from autoopt.optim.reading import Reading, read
 from autoopt.optim.robust import Robust
-from autoopt.optim.rule import Rule
+from autoopt.optim.rule import Rule, Share
 from autoopt.optim.step import move
 
 
@@ -171,7 +172,6 @@ class AutoOptimizer(Optimizer, ABC):
 
     # The step.
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Nothing of it is read back from the device.
 
@@ -182,6 +182,9 @@ class AutoOptimizer(Optimizer, ABC):
         Args:
             closure: as in torch.optim, reevaluates the model; what it returns, if anything, is returned.
         """
+        return self._step_eagerly(closure) if torch.compiler.is_compiling() else self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -196,13 +199,15 @@ class AutoOptimizer(Optimizer, ABC):
                 if group["lr"] != 0 and any(p.grad is not None for p in bucket.params)
             ]
             if readings:
-                bad = torch.stack([reading.bad.to(readings[0].bad.device) for reading in readings]).sum()
+                bad = functools.reduce(torch.add, [reading.bad.to(readings[0].bad.device) for reading in readings])
                 finite = source.over_ranks(bad) == 0
                 for reading in readings:
                     move(self, self._rule(reading.group), source, reading, finite.to(reading.bad.device))
             self._average_running(readings)
         source.clear()
         return loss
+
+    _step_eagerly = torch.compiler.disable(_step)
 
     def _refuse_step(self, source: Source) -> None:
         if self._now.inside:
@@ -235,7 +240,7 @@ class AutoOptimizer(Optimizer, ABC):
         """The names of the tensors that the metric keeps for each parameter."""
         return ()
 
-    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor:
+    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
         """What is stepped along, before the metric; ĝ was `kept`·ĝ + `new`·g."""
         return estimate
 
@@ -297,7 +302,7 @@ class AutoOptimizer(Optimizer, ABC):
             return
         running = self._made_running()  # there from the first step on, whatever became of it
         counts = [reading.bucket.statistics["count"] for reading in readings if reading.group["average"]]
-        if counts:
+        if counts and running.found:
             running.update(oracle.relative.newest(counts[0].max()))
 
     # The layout of the state.

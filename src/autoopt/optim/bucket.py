@@ -5,11 +5,13 @@ a (rows, ROW) matrix, a sum over a unit is a sum over its rows, and a number per
 the count of kernels does not grow with the count of tensors. A unit is what shares a rate: a tensor, a layer, a group.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from autoopt.capture import sharded, total
 
@@ -47,11 +49,10 @@ class Bucket:
         # the ranks that hold the other rows, if the parameters are sharded
         self.group = sharded.group_of(self.params[0]) if sharded.is_sharded(self.params[0]) else None
         here = self.here(self.params)
-        self.shapes = [p.shape for p in here]
         rows = [-(-p.numel() // ROW) for p in here]
-        sizes = [(p.numel(), r * ROW - p.numel()) for p, r in zip(here, rows, strict=True)]
-        self.pieces = [size for pair in sizes for size in pair]  # elements and padding in turn
-        self.pads = [self._zeros(ROW).narrow(0, 0, size) for size in self.pieces[1::2]]
+        self.zero, self.one = self._zeros(), self._zeros() + 1
+        self.absent = [self.zero.expand(p.shape) for p in here]  # what stands for a tensor that is not there
+        self.pads = [self._zeros(r * ROW - p.numel()) for p, r in zip(here, rows, strict=True)]  # of the last row
         tensor_of = torch.repeat_interleave(torch.tensor(rows))
         unit_of = torch.tensor(self.units)
         self.unit_of_tensor = unit_of.to(self.device)
@@ -78,8 +79,7 @@ class Bucket:
     def keep(self, name: str, where: Tensor, value: Tensor) -> Tensor:
         """Set a statistic of the units in `where`; the statistic of all."""
         old = self.statistics[name]
-        mask = where.view(-1, *[1] * (old.dim() - 1))
-        return old.copy_(torch.where(mask, value, old))
+        return torch.where(where if old.dim() == 1 else where.unsqueeze(1), value, old, out=old)
 
     def _restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take over what the state holds, then make the state views of this bucket."""
@@ -128,16 +128,16 @@ class Bucket:
 
     def rows(self, tensors: Iterable[Tensor | None]) -> Tensor:
         """Tensors in the order of `params` as one (rows, ROW) matrix; None is zeros."""
-        zero = self.pads[0].new_zeros(1)
-        flat = []
-        for tensor, size, pad in zip(tensors, self.pieces[::2], self.pads, strict=True):
-            flat += [zero.expand(size) if tensor is None else tensor.reshape(-1), pad]
-        return torch.cat(flat).to(self.compute).view(-1, ROW)
+        flat: list[Tensor] = []
+        for tensor, absent, pad in zip(tensors, self.absent, self.pads, strict=True):
+            flat += [absent if tensor is None else tensor, pad]
+        together: Tensor = _flatten_dense_tensors(flat)
+        return together.to(self.compute).view(-1, ROW)
 
     def tensors(self, matrix: Tensor) -> list[Tensor]:
         """The views of a (rows, ROW) matrix that have the shapes of the parameters."""
-        pieces = matrix.view(-1).split(self.pieces)[::2]
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        places = [place for pair in zip(self.absent, self.pads, strict=True) for place in pair]
+        return list(_unflatten_dense_tensors(matrix.view(-1), places)[::2])
 
     # Between rows and units.
 
@@ -148,13 +148,25 @@ class Bucket:
 
     def sums_here(self, matrices: Iterable[Tensor]) -> Tensor:
         """The sum over those elements that lie on this rank."""
-        rows = torch.stack([matrix.sum(1) for matrix in matrices], 1).to(STATISTICS)
+        columns = [matrix.sum(1) for matrix in matrices]
+        rows = (torch.stack(columns, 1) if len(columns) > 1 else columns[0].unsqueeze(1)).to(STATISTICS)
         return torch.segment_reduce(rows, "sum", lengths=self.rows_per_unit, unsafe=True).T
+
+    def sum(self, matrix: Tensor) -> Tensor:
+        """The sum of one matrix."""
+        return self.sums(matrix)[0]
 
     def stack(self, numbers: Sequence[Tensor | None]) -> Tensor:
         """One number per tensor (None is zero), stacked."""
-        zero = self.pads[0].new_zeros(())
-        return torch.stack([zero if number is None else number for number in numbers]).to(STATISTICS)
+        return torch.stack([self.zero if number is None else number for number in numbers]).to(STATISTICS)
+
+    def numbers(self, numbers: Sequence[Tensor | int]) -> Tensor:
+        """One number per tensor, of the host or of the device, stacked. The host's are as a rule the same for all."""
+        first = numbers[0]
+        if isinstance(first, int) and all(isinstance(n, int) and n == first for n in numbers):
+            return torch.full_like(self.steps, first)
+        full = functools.partial(torch.full, (), dtype=self.compute, device=self.device)
+        return self.stack([full(number) if isinstance(number, int) else number for number in numbers])
 
     def reduce(self, numbers: Tensor, how: str) -> Tensor:
         """One number per tensor to one per unit."""
@@ -162,7 +174,7 @@ class Bucket:
 
     def spread(self, units: Tensor) -> Tensor:
         """One number per unit, as a column that broadcasts over the rows."""
-        return units[self.unit_of_row].unsqueeze(1).to(self.compute)
+        return units.to(self.compute)[self.unit_of_row].unsqueeze(1)
 
     def column(self, tensors: Tensor) -> Tensor:
         """One number per tensor, as a column that broadcasts over the rows."""
@@ -178,3 +190,12 @@ class Bucket:
                 self._present.clear()
             self._present[pattern] = torch.tensor(pattern).to(self.device)
         return self._present[pattern]
+
+
+def masked(matrix: Tensor, rows: Tensor) -> Tensor:
+    """The matrix with zeros where `rows`, a column, is False, whatever was there: 0 · inf is no number, its bits are.
+
+    For a million elements on a CPU this takes a fifth of the time of `torch.where`.
+    """
+    bits = torch.int64 if matrix.dtype == torch.float64 else torch.int32
+    return (matrix.view(bits) & -rows.to(bits)).view(matrix.dtype)

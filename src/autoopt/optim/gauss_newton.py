@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
+from autoopt.optim.bucket import masked
 from autoopt.optim.options import Shared, number
 from autoopt.optim.reading import Reading
 from autoopt.optim.rmsprop import averaged
@@ -50,9 +50,9 @@ class AutoGaussNewton(AutoOptimizer):
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         group, bucket = reading.group, reading.bucket
         square, samples = reading.square_of_all(source), source.over_ranks(reading.samples)
-        square = torch.where(rows, square * bucket.spread(samples), 0.0)  # what is not finite must not pass
+        square = masked(square * bucket.spread(samples), rows)  # what is not finite must not pass
         curvature = averaged(bucket, "curvature", group["decay"], square, rows)
-        mean = bucket.spread(bucket.sums(curvature)[0] / bucket.elements)
+        mean = bucket.spread(bucket.sum(curvature) / bucket.elements)
         # a unit that has not moved yet has no curvature, and none of what it gets is used
         metric: Tensor = curvature + group["damping"] * mean + (mean == 0).to(mean)
         return metric

@@ -19,7 +19,7 @@ class Reading(NamedTuple):
     size: Tensor  # Σ g², (units,)
     square: Tensor  # Σ_i c_i², (rows, ROW) where the metric weighs it, else its sum, (units,)
     samples: Tensor  # N, (units,)
-    bad: Tensor  # how many units hold a number that is not finite
+    bad: Tensor  # 0, or not a number where any of these is not finite
 
     def square_of_all(self, source: Source) -> Tensor:
         """Σ_i c_i² of the samples of all ranks, for every element here."""
@@ -62,14 +62,13 @@ def read(
     if elementwise:
         size, spread = bucket.sums(gradient.square(), square)
     else:
-        (size,) = bucket.sums(gradient.square())
+        size = bucket.sum(gradient.square())
         square = spread = bucket.reduce(square, "sum")
     counts = [
-        None if gradient is None else source.samples(name)
-        for name, gradient in zip(bucket.names, gradients, strict=True)
+        0 if gradient is None else source.samples(name) for name, gradient in zip(bucket.names, gradients, strict=True)
     ]
-    samples = bucket.reduce(bucket.stack(counts), "max")
-    bad = (size + spread).isfinite().logical_not().sum()
+    samples = bucket.reduce(bucket.numbers(counts), "max")
+    bad = ((size + spread) * 0).sum()
     return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, bad)
 
 

@@ -1,5 +1,6 @@
 """rule="robust": a step relative to the size of the weights, the same for every loss, metric and model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,16 +26,17 @@ class Robust:
             "rate": 0.0,
         }  # fmt: skip
 
-    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
+    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[float, float]:
         known, live = bucket.statistics, products.live
         age = known["age"]  # steps before this one
         spread, whole = _corrected(known["variance"], known["measured"]), _corrected(known["gradient"], age)
         noise = torch.where(known["measured"] > 0, spread, whole)  # no spread seen: all of it may be noise
-        estimate = products.gm / (1 - known["carry"])  # u started at zero
-        aligned = relative.MOMENTUM * known["alignment"] + (1 - relative.MOMENTUM) * estimate
+        correction = 1 - known["carry"]  # u started at zero, and so did the alignment
+        estimate = products.gm / correction
+        aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
         aligned = bucket.keep("alignment", live & (age > 0), aligned)
         usual = _corrected(known["usual"], age - 1).sqrt()  # the first step has no alignment
-        travels = relative.travels(aligned / (1 - relative.MOMENTUM**age), noise, usual, age)
+        travels = relative.travels(aligned / correction, noise, usual, age)
         bucket.keep("count", live & travels, known["count"] / 2)
         bucket.keep("usual", live & (age > 0), _smooth(known["usual"], estimate.square()))
 
@@ -42,8 +44,7 @@ class Robust:
         bucket.keep("variance", products.measured, _smooth(known["variance"], products.variance))
         bucket.keep("measured", products.measured, known["measured"] + 1)
         bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
-        kept = torch.full_like(products.gg, relative.MOMENTUM)
-        return kept, 1 - kept
+        return relative.MOMENTUM, 1 - relative.MOMENTUM
 
     def length(
         self, group: dict[str, Any], bucket: Bucket, live: Tensor, direction: Tensor, weights: Tensor
@@ -63,9 +64,9 @@ class Robust:
 
 
 def _smooth(average: Tensor, value: Tensor) -> Tensor:
-    return relative.SMOOTHING * average + (1 - relative.SMOOTHING) * value
+    return average.lerp(value, 1 - relative.SMOOTHING)
 
 
 def _corrected(average: Tensor, steps: Tensor) -> Tensor:
     """An average that started at zero so many steps ago, without what is left of that start."""
-    return average / (1 - relative.SMOOTHING**steps)
+    return average / -torch.expm1(steps * math.log(relative.SMOOTHING))  # 1 - SMOOTHING**steps

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from autoopt.optim.bucket import Bucket
 
+Share = Tensor | float
+"""One for each unit, or the same for all of them."""
+
 
 class Products(NamedTuple):
     """Inner products in the metric, <a, b> = Σ a b / ĥ, one for each unit; m = ĝ of the step before."""
@@ -28,8 +31,8 @@ class Rule(Protocol):
         All rules have "count", n, which the average of the weights goes by, and "noise", V̂/<g,g> of the last step.
         """
 
-    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
-        """(a, b) of ĝ ← a ĝ + b g, one of each for each unit."""
+    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Share, Share]:
+        """(a, b) of ĝ ← a ĝ + b g."""
 
     def length(
         self, group: dict[str, Any], bucket: Bucket, live: Tensor, direction: Tensor, weights: Tensor

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from autoopt import oracle
 from autoopt.capture import Source
-from autoopt.optim.bucket import AVERAGE, Bucket
+from autoopt.optim.bucket import AVERAGE, Bucket, masked
 from autoopt.optim.reading import Reading
-from autoopt.optim.rule import Products, Rule
+from autoopt.optim.rule import Products, Rule, Share
 
 
 class Metric(Protocol):
@@ -19,7 +19,7 @@ class Metric(Protocol):
     elementwise: bool
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None: ...
-    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor: ...
+    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor: ...
     def _moved(self, group: dict[str, Any], bucket: Bucket, change: Tensor, rows: Tensor) -> None: ...
 
 
@@ -37,25 +37,25 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
     bucket.steps.add_(moves)
     bucket.keep("count", live, bucket.statistics["count"] + 1)
     rows = moves[bucket.tensor_of_row].unsqueeze(1)
-    raw = torch.where(rows, reading.gradient, 0.0)
+    raw = masked(reading.gradient, rows)
     weights, decay = bucket.rows(bucket.here(bucket.params)), group["weight_decay"]
     coupled = decay and not group["decoupled_weight_decay"]
-    gradient = torch.where(rows, raw + decay * weights, 0.0) if coupled else raw
+    gradient = masked(raw + decay * weights, rows) if coupled else raw
 
     metric = optimizer._metric(source, reading, gradient, rows)  # Ĥ, Table 1
     products = _products(optimizer.elementwise, source, reading, live, metric, raw, gradient)
-    kept, new = (bucket.spread(part) for part in rule.filter(group, bucket, products))
-    estimate = bucket.buffers["estimate"].mul_(torch.where(rows, kept, 1.0)).add_(new * gradient)
+    kept, new = (p if isinstance(p, float) else bucket.spread(p) for p in rule.filter(group, bucket, products))
+    estimate = bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)).add_(new * gradient)
     direction = over(optimizer._direction(estimate, gradient, kept, new), metric)
     scale, shrink = rule.length(group, bucket, live, direction, weights)
     change = direction * bucket.spread(group["lr"] * scale)  # eq. w_update-1
     if decay and not coupled:
         change = change + weights * bucket.spread(group["lr"] * decay * shrink)
-    change = torch.where(rows, change, 0.0)
+    change = masked(change, rows)
     optimizer._moved(group, bucket, change, rows)
     torch._foreach_sub_(bucket.here(bucket.params), bucket.tensors(change))
     if group["average"]:
-        newest = torch.where(rows, bucket.spread(oracle.relative.newest(bucket.statistics["count"])), 0.0)
+        newest = torch.where(rows, bucket.spread(oracle.relative.newest(bucket.statistics["count"])), bucket.zero)
         bucket.buffers[AVERAGE].lerp_(weights - change, newest)
 
 

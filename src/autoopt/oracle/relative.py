@@ -26,7 +26,7 @@ def relative_step(count: Tensor, age: Tensor) -> Tensor:
         count: n, steps since the data last changed.
         age: t, steps altogether.
     """
-    return (DECAY / count.clamp_min(1).sqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)
+    return (DECAY * count.clamp_min(1).rsqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)
 
 
 def rate(ratio: Tensor, weights: Tensor, elements: Tensor, size: Tensor, smallest: float) -> Tensor:
