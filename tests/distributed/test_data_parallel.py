@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": AutoSGD,
     "adam": AutoAdam,
     "adagrad": AutoAdaGrad,
+    "every": functools.partial(AutoAdam, measure_every=4),
     "passes": functools.partial(AutoSGD, spread="passes"),
 }
 STEPS, SAMPLES = 200, 12
@@ -84,7 +85,9 @@ def run(ranks: int, kind: str, folder: Path, *, wrapped: bool, bad: bool = False
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(ranks)]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "wrapped"), [("sgd", 2, True), ("adam", 4, False), ("adagrad", 2, False)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "wrapped"), [("sgd", 2, True), ("adam", 4, False), ("adagrad", 2, False), ("every", 2, True)]
+)
 def test_ranks_agree_with_each_other_and_with_one_process(kind: str, ranks: int, wrapped: bool, tmp_path: Path) -> None:
     """Whether the optimizer was made from the model or from its DDP wrapper."""
     first, *others = run(ranks, kind, tmp_path, wrapped=wrapped)

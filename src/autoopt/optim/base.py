@@ -15,7 +15,7 @@ from autoopt import oracle
 from autoopt.capture import Capture, Source, Spread
 from autoopt.diagnostics import Tuned, tuned
 from autoopt.optim.average import RunningStatistics, exchanged
-from autoopt.optim.bucket import AVERAGE, Bucket
+from autoopt.optim.bucket import AVERAGE, HELD, Bucket
 from autoopt.optim.layout import arrange, fit, in_order
 from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
@@ -54,6 +54,8 @@ class AutoOptimizer(Optimizer, ABC):
         average: keep the average of the weights too, one more copy of them, for `with opt.averaged()`.
         spread: what the noise is measured between: "samples", or the backward "passes" that one step accumulates
             (and ranks), which leaves the model's classes alone and is less exact.
+        measure_every: measure the noise at the first k steps and then at every k-th one. The passes of the steps
+            between cost what they cost without this library, and those steps go by the noise measured last.
         weight_decay: coupled, added to the gradient, or decoupled as in AdamW.
         decoupled_weight_decay: shrink the weights at each step instead, by this share of the step: of the rate α
             (rule="paper") or of the step relative to the weights (rule="robust").
@@ -78,6 +80,7 @@ class AutoOptimizer(Optimizer, ABC):
         rule: str = "robust",
         average: bool = True,
         spread: str = "samples",
+        measure_every: int = 1,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
         granularity: str = "tensor",
@@ -91,8 +94,8 @@ class AutoOptimizer(Optimizer, ABC):
                 f"{''.join(f', {name}' for name in self.metric_options)}."
             )
         options = {
-            "lr": lr, "rule": rule, "average": average, "spread": spread, "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay, "granularity": granularity,
+            "lr": lr, "rule": rule, "average": average, "spread": spread, "measure_every": measure_every,
+            "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay, "granularity": granularity,
             "smoothing": self.smoothing if smoothing is None else smoothing, "start": start, **metric,
         }  # fmt: skip
         choice("spread", spread, SPREADS)
@@ -134,6 +137,7 @@ class AutoOptimizer(Optimizer, ABC):
         if "_now" not in self.__dict__:  # a copy
             self._now = Now()
             self._observe_passes()
+            self._count_step(taken=False)
 
     # Groups and their options.
 
@@ -201,6 +205,7 @@ class AutoOptimizer(Optimizer, ABC):
                     move(self, self._rule(reading.group), source, reading, finite.to(reading.bad.device))
             self._average_running(readings)
         source.clear()
+        self._count_step(bool(readings))
         return loss
 
     def _refuse_step(self, source: Source) -> None:
@@ -222,6 +227,14 @@ class AutoOptimizer(Optimizer, ABC):
 
     def _any_paper(self) -> bool:
         return any(group["rule"] == "paper" for group in self.param_groups)
+
+    def _count_step(self, taken: bool) -> None:
+        """Count a step where that matters, and say whether the passes of the next one are observed."""
+        for group in self.param_groups:
+            if taken and group["measure_every"] > 1:
+                group["steps"] = group.get("steps", 0) + 1  # of the host, and in state_dict
+        if self._now.source is not None:
+            self._now.source.current.resting = all(map(_rests, self.param_groups))
 
     @abstractmethod
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None:
@@ -303,6 +316,8 @@ class AutoOptimizer(Optimizer, ABC):
     def _arrange(self, group: dict[str, Any]) -> list[Bucket]:
         buffers = ["estimate", *self._buffers(group), *([AVERAGE] if group["average"] else [])]
         statistics = {**self._rule(group).statistics(group), "count": 0.0, "noise": torch.nan}
+        if group["measure_every"] > 1:
+            statistics[HELD] = torch.nan
         return arrange(group, statistics, buffers, self.state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -331,6 +346,7 @@ class AutoOptimizer(Optimizer, ABC):
         if self._now.source is not None and self._now.source.model is None:
             self._now.source.detach()
             self._observe_passes()  # the names may be others now
+        self._count_step(taken=False)
 
     # What was chosen, and the tie to the model.
 
@@ -375,6 +391,15 @@ class AutoOptimizer(Optimizer, ABC):
                 f"the same model. Step that one, or make {kind}(model) anew."
             )
         return self._now.source
+
+
+def _rests(group: dict[str, Any]) -> bool:
+    """Whether the next step of a group goes by the noise that was measured before.
+
+    The first steps all measure, since the metric may be far from its size then: AdaGrad's grows by √2 from k to 2k.
+    """
+    steps, every = group.get("steps", 0), group["measure_every"]
+    return bool(steps >= every and steps % every)
 
 
 def _listed(kind: str, params: Any) -> list[Any]:

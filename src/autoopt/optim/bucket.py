@@ -14,6 +14,7 @@ from torch import Tensor, nn
 ROW = 512
 PATTERNS = 64  # of missing gradients to remember
 AVERAGE = "average"  # the buffer that holds the average of the weights, and so starts with them
+HELD = "held"  # the statistic that holds the last V̂ measured, for the steps that measure none
 STATISTICS = torch.float64  # a handful of numbers per unit, whose differences matter
 
 
@@ -78,7 +79,7 @@ class Bucket:
     def _restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take over what the state holds, then make the state views of this bucket."""
         for name, parameter, own, known in zip(self.names, self.params, self.views(), state, strict=True):
-            missing = sorted(own.keys() - known.keys() - {AVERAGE})
+            missing = sorted(own.keys() - known.keys() - {AVERAGE, HELD})
             if "step" in known and missing:
                 raise ValueError(
                     f"the state of '{name}' has no '{missing[0]}': it was saved by another optimizer or under another "

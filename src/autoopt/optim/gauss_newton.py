@@ -49,9 +49,11 @@ class AutoGaussNewton(AutoOptimizer):
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         group, bucket = reading.group, reading.bucket
-        square, samples = source.over_ranks(reading.square) / source.ranks**2, source.over_ranks(reading.samples)
-        square = torch.where(rows, square * bucket.spread(samples), 0.0)  # what is not finite must not pass
-        curvature = averaged(bucket, "curvature", group["decay"], square, rows)
+        curvature = bucket.buffers["curvature"]
+        if reading.moments is not None:
+            square, samples = (source.over_ranks(part) for part in reading.moments)
+            square = torch.where(rows, square / source.ranks**2 * bucket.spread(samples), 0.0)  # nothing else may pass
+            averaged(bucket, "curvature", group["decay"], square, rows)
         mean = bucket.spread(bucket.sums(curvature)[0] / bucket.elements)
         # a unit that has not moved yet has no curvature, and none of what it gets is used
         metric: Tensor = curvature + group["damping"] * mean + (mean == 0).to(mean)

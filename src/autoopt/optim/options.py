@@ -21,6 +21,7 @@ class Shared(TypedDict, total=False):
     rule: str
     average: bool
     spread: str
+    measure_every: int
     weight_decay: float
     decoupled_weight_decay: bool
     granularity: str
@@ -47,6 +48,12 @@ def number(
     raise ValueError(f"{name} is {value!r}; it must be a finite number {allowed}.")
 
 
+def whole(name: str, value: Any, *, low: int) -> None:
+    """Refuse an option that is not a whole number of at least `low`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}.")
+
+
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Refuse an option that is not one of the allowed words."""
     if value not in allowed:
@@ -64,6 +71,7 @@ def check(options: dict[str, Any]) -> None:
     number("lr", options["lr"], low=0.0)
     number("weight_decay", options["weight_decay"], low=0.0)
     number("smoothing", options["smoothing"], low=0.0, below=1.0)
+    whole("measure_every", options["measure_every"], low=1)
     try:
         gamma1, gamma2 = options["start"]
     except (TypeError, ValueError):

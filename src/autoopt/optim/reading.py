@@ -9,6 +9,13 @@ from autoopt.capture import Source
 from autoopt.optim.bucket import Bucket
 
 
+class Moments(NamedTuple):
+    """The spread of the samples in one bucket."""
+
+    square: Tensor  # Σ_i c_i², (rows, ROW) where the metric weighs it, else its sum, (units,)
+    samples: Tensor  # N, (units,)
+
+
 class Reading(NamedTuple):
     """Gradients and second moments of one bucket."""
 
@@ -17,8 +24,7 @@ class Reading(NamedTuple):
     gradient: Tensor  # g, (rows, ROW)
     present: Tensor | None  # which tensors have a gradient; None: all
     size: Tensor  # Σ g², (units,)
-    square: Tensor  # Σ_i c_i², (rows, ROW) where the metric weighs it, else its sum, (units,)
-    samples: Tensor  # N, (units,)
+    moments: Moments | None  # None: this step measures none
     bad: Tensor  # how many units hold a number that is not finite
 
 
@@ -34,17 +40,21 @@ def read(
         elementwise: whether the second moment is wanted for every element.
         zeroed: parameters whose `.grad` was set to zeros; without statistics these mean that there was no pass.
     """
-    found = [source.second_moment(name) for name in bucket.names]
+    measures = not source.current.resting
+    found = [source.second_moment(name) if measures else None for name in bucket.names]
     gradients = [
-        None if square is None and (source.current.blank or parameter in zeroed) else parameter.grad
+        None if measures and square is None and (source.current.blank or parameter in zeroed) else parameter.grad
         for parameter, square in zip(bucket.params, found, strict=True)
     ]
-    squares = [None if gradient is None else square for gradient, square in zip(gradients, found, strict=True)]
-    for name, gradient, square in zip(bucket.names, gradients, squares, strict=True):
+    for name, gradient, square in zip(bucket.names, gradients, found, strict=True):
         if gradient is not None:
-            _refuse(name, gradient, square)
+            _refuse(name, gradient, missed=measures and square is None)
     gradient = bucket.rows(gradients)
     (size,) = bucket.sums(gradient.square())
+    present = bucket.present(gradients)
+    if not measures:
+        return Reading(group, bucket, gradient, present, size, None, size.isfinite().logical_not().sum())
+    squares = [None if gradient is None else square for gradient, square in zip(gradients, found, strict=True)]
     square = bucket.rows(squares) if elementwise else bucket.stack(squares)
     changed = source.changed(bucket.names, gradients)
     if changed is not None:  # what was done to g since the backward pass was not done to Σ c_i²: do it now
@@ -60,15 +70,15 @@ def read(
     ]
     samples = bucket.reduce(bucket.stack(counts), "max")
     bad = (size + spread).isfinite().logical_not().sum()
-    return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, bad)
+    return Reading(group, bucket, gradient, present, size, Moments(square, samples), bad)
 
 
-def _refuse(name: str, gradient: Tensor, square: Tensor | None) -> None:
+def _refuse(name: str, gradient: Tensor, *, missed: bool) -> None:
     if gradient.is_sparse:
         raise RuntimeError(
             f"the gradient of parameter '{name}' is sparse, which AutoOpt does not train: set sparse=False there."
         )
-    if square is None:
+    if missed:
         raise RuntimeError(
             f"parameter '{name}' has a gradient but no statistics. Either no backward() has reached its layer since "
             "the last step() or zero_grad(), or the gradient did not come from the layer's own forward pass (but from "

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autoopt import oracle
 from autoopt.capture import Source
-from autoopt.optim.bucket import AVERAGE, Bucket
+from autoopt.optim.bucket import AVERAGE, HELD, Bucket
 from autoopt.optim.reading import Reading
 from autoopt.optim.rule import Products, Rule
 
@@ -73,12 +73,18 @@ def _products(
     gm, mm = bucket.sums(natural * estimate, over(estimate.square(), metric))
     raw_gg = reading.size if metric is None else bucket.sums(over(raw.square(), metric))[0]
     gg = raw_gg if raw is gradient else bucket.sums(gradient * natural)[0]
-    square = bucket.sums(over(reading.square, metric))[0] if elementwise else reading.square
-    square, samples = source.over_ranks(torch.stack([square / source.ranks**2, reading.samples]))
+    if reading.moments is None:
+        variance = bucket.statistics[HELD]
+        return Products(gg, gm, mm, variance, live, live & (variance >= 0) & (gg > 0))
+    square, samples = reading.moments
+    square = bucket.sums(over(square, metric))[0] if elementwise else square
+    square, samples = source.over_ranks(torch.stack([square / source.ranks**2, samples]))
 
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
     measured = live & (samples > 1) & (gg > 0)
     bucket.keep("noise", measured, variance / raw_gg)
+    if HELD in bucket.statistics:
+        bucket.keep(HELD, measured, variance)
     return Products(gg, gm, mm, variance, live, measured)
 
 
