@@ -27,7 +27,7 @@ from autoopt.optim.step import move
 
 @dataclass
 class Now:
-    """What an optimizer knows for the moment, and does not save.
+    """What an optimizer knows for the moment, and does not save but for the count of steps.
 
     One object, made with the optimizer, so that a wrapper that shares its attributes (Lightning's) shares these too.
     """
@@ -35,6 +35,7 @@ class Now:
     source: Source | None = None  # of the statistics; a copy or an unpickled optimizer has none
     buckets: list[list[Bucket]] | None = None  # those of each group; made when needed
     running: RunningStatistics | None = None
+    steps: int = 0  # taken since the noise is not measured at all of them
     measured: bool = False  # whether there was a step with two samples or more
     inside: bool = False  # whether the average is in the place of the weights
     zeroed: set[nn.Parameter] = field(default_factory=set)  # their .grad was set to zeros, not to None
@@ -137,7 +138,6 @@ class AutoOptimizer(Optimizer, ABC):
         if "_now" not in self.__dict__:  # a copy
             self._now = Now()
             self._observe_passes()
-            self._count_step(taken=False)
 
     # Groups and their options.
 
@@ -152,6 +152,8 @@ class AutoOptimizer(Optimizer, ABC):
             self._now.source.add(dict(named))
         super().add_param_group({**param_group, "params": named})
         self._now.buckets = self._now.running = None
+        self._now.steps = 0  # what is new has nothing measured yet
+        self._plan_step()
 
     def _named(self, entry: Any, number: int) -> tuple[str, nn.Parameter]:
         """The parameter with its name in the model; without a model, the user's name for it or its number."""
@@ -205,7 +207,9 @@ class AutoOptimizer(Optimizer, ABC):
                     move(self, self._rule(reading.group), source, reading, finite.to(reading.bad.device))
             self._average_running(readings)
         source.clear()
-        self._count_step(bool(readings))
+        if readings and any(group["measure_every"] > 1 for group in self.param_groups):
+            self._now.steps += 1
+        self._plan_step()
         return loss
 
     def _refuse_step(self, source: Source) -> None:
@@ -228,13 +232,14 @@ class AutoOptimizer(Optimizer, ABC):
     def _any_paper(self) -> bool:
         return any(group["rule"] == "paper" for group in self.param_groups)
 
-    def _count_step(self, taken: bool) -> None:
-        """Count a step where that matters, and say whether the passes of the next one are observed."""
-        for group in self.param_groups:
-            if taken and group["measure_every"] > 1:
-                group["steps"] = group.get("steps", 0) + 1  # of the host, and in state_dict
+    def _plan_step(self) -> None:
+        """Say whether the passes of the next step are observed: where any group is due.
+
+        The first steps all measure, since the metric may be far from its size then: AdaGrad's grows by √2 from k to 2k.
+        """
+        every, steps = [group["measure_every"] for group in self.param_groups], self._now.steps
         if self._now.source is not None:
-            self._now.source.current.resting = all(map(_rests, self.param_groups))
+            self._now.source.current.resting = all(k > 1 and steps >= k and steps % k != 0 for k in every)
 
     @abstractmethod
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None:
@@ -326,7 +331,11 @@ class AutoOptimizer(Optimizer, ABC):
             raise RuntimeError(
                 "state_dict() was called inside `with opt.averaged()`, where the weights are the average."
             )
-        return super().state_dict()
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            if group["measure_every"] > 1:
+                group["steps"] = self._now.steps
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, bit by bit; torch alone would round all to the dtype of the parameters.
@@ -346,7 +355,8 @@ class AutoOptimizer(Optimizer, ABC):
         if self._now.source is not None and self._now.source.model is None:
             self._now.source.detach()
             self._observe_passes()  # the names may be others now
-        self._count_step(taken=False)
+        self._now.steps = max(group.pop("steps", 0) for group in self.param_groups)
+        self._plan_step()
 
     # What was chosen, and the tie to the model.
 
@@ -391,15 +401,6 @@ class AutoOptimizer(Optimizer, ABC):
                 f"the same model. Step that one, or make {kind}(model) anew."
             )
         return self._now.source
-
-
-def _rests(group: dict[str, Any]) -> bool:
-    """Whether the next step of a group goes by the noise that was measured before.
-
-    The first steps all measure, since the metric may be far from its size then: AdaGrad's grows by √2 from k to 2k.
-    """
-    steps, every = group.get("steps", 0), group["measure_every"]
-    return bool(steps >= every and steps % every)
 
 
 def _listed(kind: str, params: Any) -> list[Any]:

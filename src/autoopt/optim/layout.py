@@ -33,7 +33,7 @@ def fit(made: Sequence[Sequence[Bucket]], groups: Sequence[Mapping[str, Any]]) -
     return trained <= placed and all(
         bucket.fits()
         and (AVERAGE in bucket.buffers) == group["average"]
-        and (HELD in bucket.statistics) == (group["measure_every"] > 1)
+        and (HELD in bucket.statistics or group["measure_every"] == 1)
         for group, buckets in zip(groups, made, strict=True)
         for bucket in buckets
     )
