@@ -1,12 +1,14 @@
 """The price of automatic tuning: step time and peak memory, as ratios over the plain torch step of the same run.
 
     make bench
+    python benchmarks/step_time.py --compile    # the steps of both compiled by torch.compile; takes minutes more
 
 The paper's MNIST CNN, 128 samples, one CPU thread. A step is forward, backward and optimizer step. The optimizers take
 turns within each round, so that a slow moment of the machine hits all of them; medians over the rounds are compared.
 Peak memory is what the step allocates on top of the model, by torch's profiler.
 """
 
+import argparse
 import platform
 import statistics
 import time
@@ -31,17 +33,23 @@ def mnist_cnn() -> nn.Module:
     )  # fmt: skip
 
 
-def stepper(make: Callable[[nn.Module], torch.optim.Optimizer], x: Tensor, y: Tensor) -> Callable[[], None]:
+def stepper(
+    make: Callable[[nn.Module], torch.optim.Optimizer], x: Tensor, y: Tensor, *, compiled: bool = False
+) -> Callable[[], None]:
     """A function that trains one step of a model and optimizer of its own."""
     torch.manual_seed(0)
     model = mnist_cnn()
     optimizer = make(model)
+    update: Callable[[], object] = optimizer.step
 
     def step() -> None:
         optimizer.zero_grad()
         F.nll_loss(model(x), y).backward()
-        optimizer.step()
+        update()
 
+    step()
+    if compiled:
+        update = torch.compile(optimizer.step)
     for _ in range(WARMUP):
         step()
     return step
@@ -49,6 +57,9 @@ def stepper(make: Callable[[nn.Module], torch.optim.Optimizer], x: Tensor, y: Te
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", action="store_true")
+    compiled = parser.parse_args().compile
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = torch.randn(SAMPLES, 1, 28, 28), torch.randint(0, 10, (SAMPLES,))
@@ -57,7 +68,9 @@ def main() -> None:
         "AutoAdam": (lambda m: torch.optim.Adam(m.parameters(), lr=0.001), AutoAdam),
         "AutoAdaGrad": (lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01), AutoAdaGrad),
     }
-    steps = {(name, i): stepper(make, x, y) for name, pair in pairs.items() for i, make in enumerate(pair)}
+    steps = {
+        (name, i): stepper(make, x, y, compiled=compiled) for name, pair in pairs.items() for i, make in enumerate(pair)
+    }
     times: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
     for _ in range(ROUNDS):
         for key, step in steps.items():
@@ -71,7 +84,8 @@ def main() -> None:
         memory = allocated(steps[name, 1]).peak / allocated(steps[name, 0]).peak
         print(f"{name:12} {plain:6.2f} ms {auto:6.2f} ms {auto / plain:6.2f}x {memory:6.2f}x")
     print(
-        f"MNIST CNN, N={SAMPLES}, one CPU thread, median of {ROUNDS} rounds of {BURST} steps; "
+        f"MNIST CNN, N={SAMPLES}, one CPU thread, {'compiled steps, ' if compiled else ''}"
+        f"median of {ROUNDS} rounds of {BURST} steps; "
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     )
 
