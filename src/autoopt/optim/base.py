@@ -176,7 +176,6 @@ class AutoOptimizer(Optimizer, ABC):
 
     # The step.
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Nothing of it is read back from the device.
 
@@ -221,13 +220,15 @@ class AutoOptimizer(Optimizer, ABC):
             raise RuntimeError("the last backward pass did not come to its end: call zero_grad() before the next one.")
         for group in self.param_groups:
             number("lr", group["lr"], low=0.0)  # a scheduler may have set it
-        samples = source.current.gathered * source.ranks
-        if samples == 1 and not self._now.measured and isinstance(source, Capture) and self._any_paper():
-            raise RuntimeError(
-                'every batch so far held one sample, which has no spread for rule="paper" to learn a rate from: use a '
-                'batch size of at least 2, accumulate gradients over several batches, or take rule="robust".'
-            )
-        self._now.measured |= samples > 1
+        if not self._now.measured:  # else the number of samples matters no more, and a compiled step need not know it
+            samples = source.current.gathered * source.ranks
+            if samples == 1 and isinstance(source, Capture) and self._any_paper():
+                raise RuntimeError(
+                    'every batch so far held one sample, which has no spread for rule="paper" to learn a rate from: '
+                    "use a batch size of at least 2, accumulate gradients over several batches, or take "
+                    'rule="robust".'
+                )
+            self._now.measured = samples > 1
 
     def _any_paper(self) -> bool:
         return any(group["rule"] == "paper" for group in self.param_groups)

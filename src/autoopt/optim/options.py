@@ -41,7 +41,8 @@ def number(
     """Refuse an option that is not a finite number with low <= value <= high and above < value < below."""
     if isinstance(value, Tensor):
         raise ValueError(f"{name} as a Tensor is not supported: give a number.")
-    if isinstance(value, int | float) and math.isfinite(value) and low <= value <= high and above < value < below:
+    inside = isinstance(value, int | float) and low <= value <= high and above < value < below
+    if inside and -math.inf < value < math.inf:  # math.isfinite would not be traced
         return
     limits = {"at least": low, "above": above, "at most": high, "below": below}
     allowed = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
