@@ -2,6 +2,7 @@
 
     make bench
     python benchmarks/step_time.py --out docs/results/step_time.json
+    python benchmarks/step_time.py --compile    # the steps of both compiled by torch.compile; takes minutes more
 
 The paper's MNIST CNN, 128 samples, one CPU thread. A step is forward, backward and optimizer step. The optimizers take
 turns within each round, so that a slow moment of the machine hits all of them, and the median of the rounds' ratios is
@@ -43,11 +44,15 @@ def mnist_cnn() -> nn.Module:
 class Trained:
     """A model and an optimizer, and the time that each phase of their steps took."""
 
-    def __init__(self, make: Callable[[nn.Module], Any], x: Tensor, y: Tensor) -> None:
+    def __init__(self, make: Callable[[nn.Module], Any], x: Tensor, y: Tensor, *, compiled: bool) -> None:
         torch.manual_seed(0)
         self.model = mnist_cnn()
         self.optimizer = make(self.model)
+        self.update: Callable[[], object] = self.optimizer.step
         self.x, self.y = x, y
+        self.step()
+        if compiled:
+            self.update = torch.compile(self.optimizer.step)
         for _ in range(WARMUP):
             self.step()
         self.rounds: list[list[float]] = []  # of each round, the seconds of a step in each phase
@@ -59,7 +64,7 @@ class Trained:
         clock.append(time.process_time())
         loss.backward()
         clock.append(time.process_time())
-        self.optimizer.step()
+        self.update()
         clock.append(time.process_time())
         return [end - start for start, end in itertools.pairwise(clock)]
 
@@ -73,7 +78,7 @@ class Trained:
         return {phase: statistics.median(seconds) * 1e3 for phase, seconds in zip(PHASES, times, strict=True)}
 
 
-def measure(samples: int) -> dict[str, Any]:
+def measure(samples: int, *, compiled: bool) -> dict[str, Any]:
     """Of each optimizer: milliseconds by phase beside the plain one's, and the ratios."""
     x, y = torch.randn(samples, 1, 28, 28), torch.randint(0, 10, (samples,))
     pairs = {
@@ -81,7 +86,7 @@ def measure(samples: int) -> dict[str, Any]:
         "AutoAdam": (lambda m: torch.optim.Adam(m.parameters(), lr=0.001), AutoAdam),
         "AutoAdaGrad": (lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01), AutoAdaGrad),
     }
-    trained = {name: [Trained(make, x, y) for make in pair] for name, pair in pairs.items()}
+    trained = {name: [Trained(make, x, y, compiled=compiled) for make in pair] for name, pair in pairs.items()}
     for _ in range(ROUNDS):
         for pair in trained.values():
             for one in pair:
@@ -101,12 +106,14 @@ def main() -> None:
     """Print the tables; write them, if asked."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--compile", action="store_true", help="compile the steps of both")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found, fixed = measure(SAMPLES), measure(FEW)
+    found, fixed = (measure(samples, compiled=options.compile) for samples in (SAMPLES, FEW))
     conditions = (
-        f"MNIST CNN, N={SAMPLES}, one CPU thread, process time, median of {ROUNDS} rounds of {BURST} steps; "
+        f"MNIST CNN, N={SAMPLES}, one CPU thread, {'compiled steps, ' if options.compile else ''}"
+        f"process time, median of {ROUNDS} rounds of {BURST} steps; "
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     )
     print(f"{'':12} {'time':>7} {'memory':>7}   " + "   ".join(f"{phase:>27}" for phase in PHASES))

@@ -1,6 +1,6 @@
 """Research: the stream of stream.py, trained by the library itself (docs/research.md).
 
-    python benchmarks/research/stream_library.py --out FILE [--seeds 5]       # CPU, one core
+    python benchmarks/research/stream_library.py --out FILE [--seeds 5] [--measure-every 1]       # CPU, one core
 
 The same teachers, samples and initial weights; an nn.Sequential, `loss.backward(); opt.step()`, `with opt.averaged()`.
 """
@@ -42,10 +42,10 @@ def excess(model: nn.Module, x: Tensor, truth: Tensor) -> float:
     return (truth.exp() * (truth - model(x).log_softmax(-1))).sum(-1).mean().item()
 
 
-def run(kind: str, seed: int) -> dict[str, list[float]]:
+def run(kind: str, seed: int, every: int) -> dict[str, list[float]]:
     """The excess at every look."""
     stream, model = One(seed), make_model(seed)
-    optimizer = KINDS[kind](model)
+    optimizer = KINDS[kind](model, measure_every=every)
     found: dict[str, list[float]] = {"last": [], "average": []}
     for t in range(1, LOOKS[-1] + 1):
         x, y, _ = stream.batch(BATCH)
@@ -67,12 +67,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--measure-every", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     records: dict[str, dict[str, list[list[float]]]] = {}
     for kind in KINDS:
         start = time.time()
-        runs = [run(kind, seed) for seed in range(arguments.seeds)]
+        runs = [run(kind, seed, arguments.measure_every) for seed in range(arguments.seeds)]
         records[kind] = {name: [one[name] for one in runs] for name in ("last", "average")}
         last, average = (torch.tensor(records[kind][name]).mean(0).tolist() for name in ("last", "average"))
         words = " / ".join(f"{x:.4f}" for x in last), " / ".join(f"{x:.4f}" for x in average)

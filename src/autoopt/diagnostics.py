@@ -16,7 +16,7 @@ class Tuned:
     momentum: float
     """β, the share of the previous estimate in the new one."""
     noise: float
-    """V̂/<g,g> of the last step, not smoothed, in the optimizer's metric; not a number before the first."""
+    """V̂/<g,g> of the last step that measured it, not smoothed, in the optimizer's metric; before that not a number."""
 
 
 def tuned(names: Sequence[str], tables: Sequence[Tensor]) -> dict[str, Tuned]:

@@ -78,7 +78,9 @@ def watched_run(model: torch.nn.Module, optimizer: Any, data: list[Batch], monke
 
 
 @every_optimizer
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"granularity": "group"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1}, {"granularity": "group"}, {"measure_every": 2}], ids=str
+)
 def test_step_does_not_read(make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     data = [*batches(3), *batches(1, samples=1), *batches(1)]

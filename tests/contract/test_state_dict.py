@@ -108,14 +108,15 @@ def test_state_dict_before_the_first_step() -> None:
 
 
 @every_optimizer
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is meant
-def test_distributed_checkpoint_resumes_bit_by_bit(make: Any, tmp_path: Path) -> None:
+def test_distributed_checkpoint_resumes_bit_by_bit(make: Any, every: int, tmp_path: Path) -> None:
     def net() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
 
     model, other = net(), net()
-    optimizer, fresh = make(model), make(other)
+    optimizer, fresh = make(model, measure_every=every), make(other, measure_every=every)
     train(model, optimizer, batches(5))
     saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)

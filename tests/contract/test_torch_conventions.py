@@ -253,18 +253,3 @@ def test_accumulation_of_single_samples(make: Any) -> None:
     accumulating.step()
     for name, chosen in optimizer.tuned().items():
         assert accumulating.tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9)
-
-
-def test_a_compiled_step_is_the_step() -> None:
-    """It runs outside the graph: what a step knows of the backward pass lives in Python."""
-    found = []
-    for compiled in (False, True):
-        model = mlp()
-        optimizer = AutoSGD(model)
-        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
-        for batch in batches(3):
-            optimizer.zero_grad()
-            backward(model, batch)
-            step()
-        found.append(weights(model))
-    assert_same(found[1], found[0])

@@ -17,6 +17,8 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": AutoSGD,
     "adam": AutoAdam,
     "adagrad": AutoAdaGrad,
+    "every": functools.partial(AutoAdam, measure_every=4),
+    "compiled": AutoAdam,
     "passes": functools.partial(AutoSGD, spread="passes"),
 }
 STEPS, SAMPLES = 200, 12
@@ -60,6 +62,9 @@ def rank(number: int, ranks: int, folder: Path, kind: str, wrapped: bool, bad: b
     model = network()
     parallel = DistributedDataParallel(model)
     optimizer = OPTIMIZERS[kind](parallel if wrapped else model)
+    step_once = optimizer.step
+    if kind == "compiled":
+        step_once = torch.compile(optimizer.step, fullgraph=True, backend="eager")  # type: ignore[method-assign]
     for step in range(STEPS):
         x, y = (part.chunk(ranks)[number] for part in batch(step))
         if bad and step == 20 and number == 1:
@@ -67,7 +72,7 @@ def rank(number: int, ranks: int, folder: Path, kind: str, wrapped: bool, bad: b
         optimizer.zero_grad()
         F.cross_entropy(parallel(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e6)  # clips nothing: the factor must come out as one
-        optimizer.step()
+        step_once()
     torch.save(model.state_dict(), folder / f"{number}.pt")
 
 
@@ -76,7 +81,10 @@ def run(ranks: int, kind: str, folder: Path, *, wrapped: bool, bad: bool = False
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(ranks)]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "wrapped"), [("sgd", 2, True), ("adam", 4, False), ("adagrad", 2, False)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "wrapped"),
+    [("sgd", 2, True), ("adam", 4, False), ("adagrad", 2, False), ("every", 2, True), ("compiled", 2, True)],
+)
 def test_ranks_agree_with_each_other_and_with_one_process(kind: str, ranks: int, wrapped: bool, tmp_path: Path) -> None:
     """Whether the optimizer was made from the model or from its DDP wrapper."""
     first, *others = run(ranks, kind, tmp_path, wrapped=wrapped)

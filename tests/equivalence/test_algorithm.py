@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decoupled-decay": {"smoothing": 0.9, "weight_decay": 0.1, "decoupled_weight_decay": True, "lr": 0.5},
     "layer": {"smoothing": 0.9, "granularity": "layer", "start": (0.5, 0.3), "lr": 0.1},
     "group": {"smoothing": 0.9, "granularity": "group", "weight_decay": 0.01},
+    "every-fourth": {"smoothing": 0.9, "measure_every": 4, "weight_decay": 0.01},
+    "every-third-layer": {"smoothing": 0.5, "measure_every": 3, "granularity": "layer", "start": (0.5, 0.3), "lr": 0.1},
 }
 
 

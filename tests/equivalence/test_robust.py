@@ -34,12 +34,13 @@ def loss_of(x: Tensor, y: Tensor, model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("sizes", [(12, 16), (4, 1), (1,)], ids=["several", "sometimes one", "always one sample"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_naive_rule(kind: str, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("every", [1, 4])
+def test_equals_the_naive_rule(kind: str, sizes: tuple[int, ...], every: int) -> None:
     """Three regimes: the warm-up, a steady phase, and another teacher, while whose lesson is learned n falls."""
     model = net()
     shadow = copy.deepcopy(model)
-    naive = NaiveRobust(dict(model.named_parameters()), kind)
-    optimizer = KINDS[kind](model)
+    naive = NaiveRobust(dict(model.named_parameters()), kind, every)
+    optimizer = KINDS[kind](model, measure_every=every)
     counts = []
     for step in range(160):
         x, y = batch(sizes[step % len(sizes)])

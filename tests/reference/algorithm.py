@@ -71,6 +71,7 @@ class NaiveAuto:
         beta2: float = 0.99,
         eps: float = 1e-8,
         amsgrad: bool = False,
+        measure_every: int = 1,
     ) -> None:
         self.kind, self.smoothing, self.lr = kind, smoothing, lr
         self.weight_decay, self.decoupled = weight_decay, decoupled_weight_decay
@@ -83,6 +84,9 @@ class NaiveAuto:
         self.gamma = [start for _ in self.units]  # γ_E of every unit
         self.beta_product = [1.0 for _ in self.units]  # the product of all β so far, for Adam's first bias correction
         self.steps = [0 for _ in self.units]  # t
+        self.every, self.taken = measure_every, 0
+        self.spread = [math.nan for _ in self.units]  # V of the last step that measured it
+        self.noise = [math.nan for _ in self.units]  # V / <g, g> of that step
         self.tuned: dict[str, Chosen] = {}
 
     @property
@@ -92,6 +96,7 @@ class NaiveAuto:
     def step(self, contributions: dict[str, Tensor]) -> None:
         for index, unit in enumerate(self.units):
             self._step_unit(index, unit, {name: contributions[name] for name in unit})
+        self.taken += 1
 
     def _step_unit(self, index: int, unit: list[str], contributions: dict[str, Tensor]) -> None:
         gradients = {name: contributions[name].sum(0) for name in unit}
@@ -106,7 +111,11 @@ class NaiveAuto:
         g = torch.cat([gradients[name].flatten() for name in unit])
         estimate = torch.cat([self.tensors[name].estimate.flatten() for name in unit])
         samples = torch.cat([contributions[name].flatten(1) for name in unit], dim=1)
-        V = self._variance(samples, inverse)
+        if self.taken < self.every or self.taken % self.every == 0:
+            self.spread[index] = self._variance(samples, inverse)
+            raw = samples.sum(0)  # of the gradient itself: decay is no part of what was measured
+            self.noise[index] = self.spread[index] / (raw * raw * inverse).sum().item()
+        V = self.spread[index]
         new = solve(V, torch.stack([g, g - estimate], dim=1), inverse)
 
         old, share = self.gamma[index], self.smoothing
@@ -114,11 +123,9 @@ class NaiveAuto:
         self.gamma[index] = (first, second)
         alpha, beta = 1 - first, second / (1 - first)
         self.beta_product[index] *= beta
-        raw = samples.sum(0)
-        noise = V / (raw * raw * inverse).sum().item()  # of the gradient itself: decay is no part of what was measured
         for name in unit:
             self._update(self.tensors[name], gradients[name], metrics[name], index)
-            self.tuned[name] = Chosen(self.lr * alpha, beta, noise)
+            self.tuned[name] = Chosen(self.lr * alpha, beta, self.noise[index])
 
     def _variance(self, samples: Tensor, inverse: Tensor) -> float:
         """Eq. Vgt_est, with g^(i) = N c_i; weight decay is the same for every sample, so it has no variance."""

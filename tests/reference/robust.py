@@ -11,14 +11,16 @@ from torch import Tensor
 class NaiveRobust:
     """The tensors of a model under the robust rule, given their c_i. `metric` is "sgd", "adam" or "adagrad"."""
 
-    def __init__(self, weights: dict[str, Tensor], metric: str) -> None:
+    def __init__(self, weights: dict[str, Tensor], metric: str, measure_every: int = 1) -> None:
+        self.every, self.taken = measure_every, 0
         self.tensors = {name: _Tensor(weight, metric) for name, weight in weights.items()}
         self.count = 0.0  # n
 
     def step(self, contributions: dict[str, Tensor]) -> None:
         self.count += 1
         tensors = [(self.tensors[name], c) for name, c in contributions.items()]
-        looks = [tensor.look(c) for tensor, c in tensors]
+        measures = self.taken < self.every or self.taken % self.every == 0
+        looks = [tensor.look(c, measures) for tensor, c in tensors]
         for limit, ratios in zip((0.3, 1.0), zip(*looks, strict=True), strict=True):
             known = [ratio for ratio in ratios if ratio is not None]
             if known and sum(known) / len(known) > limit:
@@ -26,6 +28,7 @@ class NaiveRobust:
                 break
         for tensor, _ in tensors:
             tensor.move(self.count)
+        self.taken += 1
 
 
 class _Tensor:
@@ -42,7 +45,7 @@ class _Tensor:
         self.alignments: list[float] = []  # <g, u> of every step but the first
         self.rate = 0.0
 
-    def look(self, contributions: Tensor) -> tuple[float | None, float | None]:
+    def look(self, contributions: Tensor, measures: bool) -> tuple[float | None, float | None]:
         """Take the gradient in; the alignment over the noise and over what was usual, where these are known."""
         N, g = len(contributions), contributions.sum(0)
         h = self.h = self._next_metric(g)
@@ -52,7 +55,9 @@ class _Tensor:
             self.alignments.append((g * self.estimate / h).sum().item() / (1 - 0.9**self.t))
         aligned = recent(self.alignments, 0.9)
         ratios = aligned / noise if self.t > 10 and noise > 0 else None, aligned / usual if self.t > 100 else None
-        if N > 1:
+        if not measures:
+            self.variances += self.variances[-1:]  # the last V̂ again
+        elif N > 1:
             spread = sum((((c - g / N) ** 2) / h).sum().item() for c in contributions)
             self.variances.append(N / (N - 1) * spread)  # V̂ of g = Σ c_i
         self.gradients.append((g * g / h).sum().item())

@@ -33,7 +33,7 @@ def bad_option(option: str, value: Any) -> Callable[[Make], Generator[nn.Module]
 
 for option, value in [
     ("lr", -1.0), ("lr", float("nan")), ("lr", "fast"), ("weight_decay", -0.1), ("weight_decay", float("inf")),
-    ("rule", "papers"), ("granularity", "network"),
+    ("rule", "papers"), ("granularity", "network"), ("measure_every", 0),
 ]:  # fmt: skip
     FAULTS[f"{option}_is_{value}"] = Refused(bad_option(option, value), ValueError, f"{option} is .*must be")
 

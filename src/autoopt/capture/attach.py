@@ -43,7 +43,7 @@ class Capture(Source):
         self.ledger = Ledger(self.current, total=not elementwise)
         self.sites: dict[str, Site] = {}
         self.bare = Bare(model, self.ledger, self.sites)
-        self.current.entrance = Entrance(model, self.sites)
+        self.current.entrance = Entrance(model, self.sites, self.current)
         self.bare.axis_of = self.current.entrance.axis
         self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
         self._compiled = Compiled()

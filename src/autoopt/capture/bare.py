@@ -143,6 +143,7 @@ def _watched(plain: type[Any]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bares: tuple[Bare, ...] = self.__dict__.get(WATCHED, ()) if observable() else ()
+        bares = tuple(bare for bare in bares if not bare.ledger.current.resting)
         if torch.compiler.is_compiling():
             bares = tuple(bare for bare in bares if bare.has_to_watch(self))
             if bares:

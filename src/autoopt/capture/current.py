@@ -44,6 +44,7 @@ class Pass:
     queued: int = -1  # the pass at whose end `ended` is already due
     count: int = 0  # passes that came to their end
     unfinished: bool = False  # it began and has not ended: an error on the way
+    resting: bool = False  # nothing is observed until the next step, which does without
     blank: bool = False  # an empty batch passed, whose gradients of zero come without statistics
     samples: int = 0
     first: str = ""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from autoopt.capture.composite import Composite
-from autoopt.capture.current import observable
+from autoopt.capture.current import Pass, observable
 from autoopt.capture.generated import restore, stands_for, subclass
 from autoopt.capture.probe import batch_size, probe
 from autoopt.capture.rerun import patient
@@ -36,12 +36,13 @@ class Entrance:
     Args:
         model: the model.
         sites: path of a layer -> its site; may grow, then `watch` again.
+        current: the pass that the sites share.
     """
 
     probes = True  # False leaves every site the layout that it has
 
-    def __init__(self, model: nn.Module, sites: Mapping[str, Site]) -> None:
-        self.model, self.sites = model, sites
+    def __init__(self, model: nn.Module, sites: Mapping[str, Site], current: Pass) -> None:
+        self.model, self.sites, self.current = model, sites, current
         self.agree: Callable[[bool], bool] | None = None  # whether any rank says so, where ranks must run alike
         self.modules: list[nn.Module] = []
         self.known: set[str] = set()  # paths of the layers that a probe reached
@@ -79,7 +80,7 @@ class Entrance:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A module is called. Returns whether it is the outermost: then `leave` is to follow."""
-        if self._call is not None or not observable():
+        if self._call is not None or self.current.resting or not observable():
             return False
         self._call = module, args, kwargs
         try:

@@ -27,7 +27,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
 
     def forward(self: nn.Module, input: Tensor, *more: Any, **options: Any) -> Any:  # noqa: A002 - the layers' own name
         site: Site | None = self.__dict__.get(SITE)
-        if site is None or not observable() or not site.trains() or site.blank(input):
+        if site is None or site.current.resting or not observable() or not site.trains() or site.blank(input):
             return plain.forward(self, input, *more, **options)
         if more or options:
             raise RuntimeError(
@@ -41,7 +41,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
 
     def forward_composite(self: nn.Module, *args: Any, **options: Any) -> Any:
         site: Composite | None = self.__dict__.get(SITE)
-        if site is None or not observable() or not site.trains():
+        if site is None or site.current.resting or not observable() or not site.trains():
             return plain.forward(self, *args, **options)
         if site.current.watch is not None:
             return site.current.watch.layer(site, functools.partial(run, site), *args, **options)

@@ -60,6 +60,8 @@ class Spread(Source):
     @torch.no_grad()
     def arrived(self, name: str, gradient: Tensor) -> None:
         """The gradient of one backward pass, before it is added to those before it."""
+        if self.current.resting:
+            return
         if self._parameters[name].grad is None:  # what is known is left over from a pass that no step followed
             self.squares.pop(name, None)
             self.passes.pop(name, None)

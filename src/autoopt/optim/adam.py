@@ -10,6 +10,7 @@ from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
 from autoopt.optim.options import Shared, flag, number
 from autoopt.optim.reading import Reading
+from autoopt.optim.rmsprop import averaged
 from autoopt.optim.rule import Share
 
 
@@ -54,9 +55,7 @@ class AutoAdam(AutoOptimizer):
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         bucket, beta2 = reading.bucket, reading.group["beta2"]
-        average = bucket.buffers["square_average"]
-        decay = 1 - (1 - beta2) * rows.to(bucket.compute)  # of the rows that move
-        average.mul_(decay).addcmul_(gradient, gradient, value=1 - beta2)
+        average = averaged(bucket, "square_average", beta2, gradient.square(), rows)
         if reading.group["amsgrad"]:
             largest = bucket.buffers["largest_square_average"]
             average = torch.maximum(largest, average, out=largest)

@@ -16,7 +16,7 @@ from autoopt import oracle
 from autoopt.capture import Capture, Source, Spread, sharded
 from autoopt.diagnostics import Tuned, tuned
 from autoopt.optim.average import RunningStatistics, exchanged
-from autoopt.optim.bucket import AVERAGE, Bucket
+from autoopt.optim.bucket import AVERAGE, HELD, Bucket
 from autoopt.optim.layout import arrange, fit, in_order
 from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
@@ -28,7 +28,7 @@ from autoopt.optim.step import move
 
 @dataclass
 class Now:
-    """What an optimizer knows for the moment, and does not save.
+    """What an optimizer knows for the moment, and does not save but for the count of steps.
 
     One object, made with the optimizer, so that a wrapper that shares its attributes (Lightning's) shares these too.
     """
@@ -36,6 +36,7 @@ class Now:
     source: Source | None = None  # of the statistics; a copy or an unpickled optimizer has none
     buckets: list[list[Bucket]] | None = None  # those of each group; made when needed
     running: RunningStatistics | None = None
+    steps: int = 0  # taken since the noise is not measured at all of them
     measured: bool = False  # whether there was a step with two samples or more
     inside: bool = False  # whether the average is in the place of the weights
     zeroed: set[nn.Parameter] = field(default_factory=set)  # their .grad was set to zeros, not to None
@@ -55,6 +56,8 @@ class AutoOptimizer(Optimizer, ABC):
         average: keep the average of the weights too, one more copy of them, for `with opt.averaged()`.
         spread: what the noise is measured between: "samples", or the backward "passes" that one step accumulates
             (and ranks), which leaves the model's classes alone and is less exact.
+        measure_every: measure the noise at the first k steps and then at every k-th one. The passes of the steps
+            between cost what they cost without this library, and those steps go by the noise measured last.
         weight_decay: coupled, added to the gradient, or decoupled as in AdamW.
         decoupled_weight_decay: shrink the weights at each step instead, by this share of the step: of the rate α
             (rule="paper") or of the step relative to the weights (rule="robust").
@@ -79,6 +82,7 @@ class AutoOptimizer(Optimizer, ABC):
         rule: str = "robust",
         average: bool = True,
         spread: str = "samples",
+        measure_every: int = 1,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
         granularity: str = "tensor",
@@ -92,8 +96,8 @@ class AutoOptimizer(Optimizer, ABC):
                 f"{''.join(f', {name}' for name in self.metric_options)}."
             )
         options = {
-            "lr": lr, "rule": rule, "average": average, "spread": spread, "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay, "granularity": granularity,
+            "lr": lr, "rule": rule, "average": average, "spread": spread, "measure_every": measure_every,
+            "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay, "granularity": granularity,
             "smoothing": self.smoothing if smoothing is None else smoothing, "start": start, **metric,
         }  # fmt: skip
         choice("spread", spread, SPREADS)
@@ -150,6 +154,8 @@ class AutoOptimizer(Optimizer, ABC):
             self._now.source.add(dict(named))
         super().add_param_group({**param_group, "params": named})
         self._now.buckets = self._now.running = None
+        self._now.steps = 0  # what is new has nothing measured yet
+        self._plan_step()
 
     def _named(self, entry: Any, number: int) -> tuple[str, nn.Parameter]:
         """The parameter with its name in the model; without a model, the user's name for it or its number."""
@@ -182,9 +188,6 @@ class AutoOptimizer(Optimizer, ABC):
         Args:
             closure: as in torch.optim, reevaluates the model; what it returns, if anything, is returned.
         """
-        return self._step_eagerly(closure) if torch.compiler.is_compiling() else self._step(closure)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,9 +208,10 @@ class AutoOptimizer(Optimizer, ABC):
                     move(self, self._rule(reading.group), source, reading, finite.to(reading.bad.device))
             self._average_running(readings)
         source.clear()
+        if readings and any(group["measure_every"] > 1 for group in self.param_groups):
+            self._now.steps += 1
+        self._plan_step()
         return loss
-
-    _step_eagerly = torch.compiler.disable(_step)
 
     def _refuse_step(self, source: Source) -> None:
         if self._now.inside:
@@ -218,16 +222,27 @@ class AutoOptimizer(Optimizer, ABC):
             raise RuntimeError("the last backward pass did not come to its end: call zero_grad() before the next one.")
         for group in self.param_groups:
             number("lr", group["lr"], low=0.0)  # a scheduler may have set it
-        samples = source.current.gathered * source.ranks
-        if samples == 1 and not self._now.measured and isinstance(source, Capture) and self._any_paper():
-            raise RuntimeError(
-                'every batch so far held one sample, which has no spread for rule="paper" to learn a rate from: use a '
-                'batch size of at least 2, accumulate gradients over several batches, or take rule="robust".'
-            )
-        self._now.measured |= samples > 1
+        if not self._now.measured:  # else the number of samples matters no more, and a compiled step need not know it
+            samples = source.current.gathered * source.ranks
+            if samples == 1 and isinstance(source, Capture) and self._any_paper():
+                raise RuntimeError(
+                    'every batch so far held one sample, which has no spread for rule="paper" to learn a rate from: '
+                    "use a batch size of at least 2, accumulate gradients over several batches, or take "
+                    'rule="robust".'
+                )
+            self._now.measured = samples > 1
 
     def _any_paper(self) -> bool:
         return any(group["rule"] == "paper" for group in self.param_groups)
+
+    def _plan_step(self) -> None:
+        """Say whether the passes of the next step are observed: where any group is due.
+
+        The first steps all measure, since the metric may be far from its size then: AdaGrad's grows by √2 from k to 2k.
+        """
+        every, steps = [group["measure_every"] for group in self.param_groups], self._now.steps
+        if self._now.source is not None:
+            self._now.source.current.resting = all(k > 1 and steps >= k and steps % k != 0 for k in every)
 
     @abstractmethod
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None:
@@ -315,6 +330,8 @@ class AutoOptimizer(Optimizer, ABC):
     def _arrange(self, group: dict[str, Any]) -> list[Bucket]:
         buffers = ["estimate", *self._buffers(group), *([AVERAGE] if group["average"] else [])]
         statistics = {**self._rule(group).statistics(group), "count": 0.0, "noise": torch.nan}
+        if group["measure_every"] > 1:
+            statistics[HELD] = torch.nan
         return arrange(group, statistics, buffers, self.state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,7 +340,11 @@ class AutoOptimizer(Optimizer, ABC):
             raise RuntimeError(
                 "state_dict() was called inside `with opt.averaged()`, where the weights are the average."
             )
-        return super().state_dict()
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            if group["measure_every"] > 1:
+                group["steps"] = self._now.steps
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, bit by bit; torch alone would round all to the dtype of the parameters.
@@ -343,6 +364,8 @@ class AutoOptimizer(Optimizer, ABC):
         if self._now.source is not None and self._now.source.model is None:
             self._now.source.detach()
             self._observe_passes()  # the names may be others now
+        self._now.steps = max(group.pop("steps", 0) for group in self.param_groups)
+        self._plan_step()
 
     # What was chosen, and the tie to the model.
 

@@ -18,6 +18,7 @@ from autoopt.capture import sharded, total
 ROW = 512
 PATTERNS = 64  # of missing gradients to remember
 AVERAGE = "average"  # the buffer that holds the average of the weights, and so starts with them
+HELD = "held"  # the statistic that holds the last V̂ measured, for the steps that measure none
 STATISTICS = torch.float64  # a handful of numbers per unit, whose differences matter
 
 
@@ -84,7 +85,7 @@ class Bucket:
     def _restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take over what the state holds, then make the state views of this bucket."""
         for name, parameter, own, known in zip(self.names, self.params, self.views(), state, strict=True):
-            missing = sorted(own.keys() - known.keys() - {AVERAGE})
+            missing = sorted(own.keys() - known.keys() - {AVERAGE, HELD})
             if "step" in known and missing:
                 raise ValueError(
                     f"the state of '{name}' has no '{missing[0]}': it was saved by another optimizer or under another "
@@ -137,7 +138,11 @@ class Bucket:
     def tensors(self, matrix: Tensor) -> list[Tensor]:
         """The views of a (rows, ROW) matrix that have the shapes of the parameters."""
         places = [place for pair in zip(self.absent, self.pads, strict=True) for place in pair]
-        return list(_unflatten_dense_tensors(matrix.view(-1), places)[::2])
+        flat = matrix.view(-1)
+        if torch.compiler.is_compiling():  # where the sizes may be symbols
+            pieces = flat.split([place.numel() for place in places])[::2]
+            return [piece.view(absent.shape) for piece, absent in zip(pieces, self.absent, strict=True)]
+        return list(_unflatten_dense_tensors(flat, places)[::2])
 
     # Between rows and units.
 

@@ -49,9 +49,11 @@ class AutoGaussNewton(AutoOptimizer):
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         group, bucket = reading.group, reading.bucket
-        square, samples = reading.square_of_all(source), source.over_ranks(reading.samples)
-        square = masked(square * bucket.spread(samples), rows)  # what is not finite must not pass
-        curvature = averaged(bucket, "curvature", group["decay"], square, rows)
+        curvature = bucket.buffers["curvature"]
+        if reading.moments is not None:
+            square, samples = reading.moments.of_all(source, bucket)
+            square = masked(square * bucket.spread(samples), rows)  # what is not finite must not pass
+            averaged(bucket, "curvature", group["decay"], square, rows)
         mean = bucket.spread(bucket.sum(curvature) / bucket.elements)
         # a unit that has not moved yet has no curvature, and none of what it gets is used
         metric: Tensor = curvature + group["damping"] * mean + (mean == 0).to(mean)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from autoopt.optim.bucket import AVERAGE, Bucket
+from autoopt.optim.bucket import AVERAGE, HELD, Bucket
 
 
 def arrange(
@@ -31,7 +31,9 @@ def fit(made: Sequence[Sequence[Bucket]], groups: Sequence[Mapping[str, Any]]) -
     placed = {p for buckets in made for bucket in buckets for p in bucket.params}
     trained = {p for group in groups for p in group["params"] if p.grad is not None}
     return trained <= placed and all(
-        bucket.fits() and (AVERAGE in bucket.buffers) == group["average"]
+        bucket.fits()
+        and (AVERAGE in bucket.buffers) == group["average"]
+        and (HELD in bucket.statistics or group["measure_every"] == 1)
         for group, buckets in zip(groups, made, strict=True)
         for bucket in buckets
     )

@@ -21,6 +21,7 @@ class Shared(TypedDict, total=False):
     rule: str
     average: bool
     spread: str
+    measure_every: int
     weight_decay: float
     decoupled_weight_decay: bool
     granularity: str
@@ -40,11 +41,18 @@ def number(
     """Refuse an option that is not a finite number with low <= value <= high and above < value < below."""
     if isinstance(value, Tensor):
         raise ValueError(f"{name} as a Tensor is not supported: give a number.")
-    if isinstance(value, int | float) and math.isfinite(value) and low <= value <= high and above < value < below:
+    inside = isinstance(value, int | float) and low <= value <= high and above < value < below
+    if inside and -math.inf < value < math.inf:  # math.isfinite would not be traced
         return
     limits = {"at least": low, "above": above, "at most": high, "below": below}
     allowed = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
     raise ValueError(f"{name} is {value!r}; it must be a finite number {allowed}.")
+
+
+def whole(name: str, value: Any, *, low: int) -> None:
+    """Refuse an option that is not a whole number of at least `low`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}.")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -64,6 +72,7 @@ def check(options: dict[str, Any]) -> None:
     number("lr", options["lr"], low=0.0)
     number("weight_decay", options["weight_decay"], low=0.0)
     number("smoothing", options["smoothing"], low=0.0, below=1.0)
+    whole("measure_every", options["measure_every"], low=1)
     try:
         gamma1, gamma2 = options["start"]
     except (TypeError, ValueError):

@@ -9,6 +9,18 @@ from autoopt.capture import Source, sharded
 from autoopt.optim.bucket import Bucket
 
 
+class Moments(NamedTuple):
+    """The spread of the samples in one bucket."""
+
+    square: Tensor  # Σ_i c_i², (rows, ROW) where the metric weighs it, else its sum, (units,)
+    samples: Tensor  # N, (units,)
+
+    def of_all(self, source: Source, bucket: Bucket) -> "Moments":
+        """Those of the samples of all ranks, for every element here."""
+        square = self.square if bucket.group is not None else source.over_ranks(self.square)
+        return Moments(square / source.ranks**2, source.over_ranks(self.samples))
+
+
 class Reading(NamedTuple):
     """Gradients and second moments of one bucket."""
 
@@ -17,14 +29,8 @@ class Reading(NamedTuple):
     gradient: Tensor  # g, (rows, ROW)
     present: Tensor | None  # which tensors have a gradient; None: all
     size: Tensor  # Σ g², (units,)
-    square: Tensor  # Σ_i c_i², (rows, ROW) where the metric weighs it, else its sum, (units,)
-    samples: Tensor  # N, (units,)
+    moments: Moments | None  # None: this step measures none
     bad: Tensor  # 0, or not a number where any of these is not finite
-
-    def square_of_all(self, source: Source) -> Tensor:
-        """Σ_i c_i² of the samples of all ranks, for every element here."""
-        summed = self.square if self.bucket.group is not None else source.over_ranks(self.square)
-        return summed / source.ranks**2
 
 
 def read(
@@ -39,19 +45,23 @@ def read(
         elementwise: whether the second moment is wanted for every element.
         zeroed: parameters whose `.grad` was set to zeros; without statistics these mean that there was no pass.
     """
-    found = [source.second_moment(name) for name in bucket.names]
+    measures = not source.current.resting
+    found = [source.second_moment(name) if measures else None for name in bucket.names]
     blank = source.current.blank  # an empty batch; other ranks may have had samples
-    missed = not (blank and source.current.group is not None)
+    alone = not (blank and source.current.group is not None)
     gradients = [
-        None if missed and square is None and (blank or parameter in zeroed) else parameter.grad
+        None if measures and alone and square is None and (blank or parameter in zeroed) else parameter.grad
         for parameter, square in zip(bucket.params, found, strict=True)
     ]
-    squares = [None if gradient is None else square for gradient, square in zip(gradients, found, strict=True)]
-    for name, gradient, square in zip(bucket.names, gradients, squares, strict=True):
+    for name, gradient, square in zip(bucket.names, gradients, found, strict=True):
         if gradient is not None:
-            _refuse(name, gradient, square, blank)
+            _refuse(name, gradient, missed=measures and square is None and not blank)
     gradients = bucket.here(gradients)
-    gradient = bucket.rows(gradients)
+    gradient, present = bucket.rows(gradients), bucket.present(gradients)
+    if not measures:
+        size = bucket.sum(gradient.square())
+        return Reading(group, bucket, gradient, present, size, None, (size * 0).sum())
+    squares = [None if gradient is None else square for gradient, square in zip(gradients, found, strict=True)]
     if elementwise and bucket.group is not None and any(gradient is not None for gradient in gradients):
         squares = _scattered(bucket, gradients, squares)
     square = bucket.rows(squares) if elementwise else bucket.stack(squares)
@@ -69,7 +79,7 @@ def read(
     ]
     samples = bucket.reduce(bucket.numbers(counts), "max")
     bad = ((size + spread) * 0).sum()
-    return Reading(group, bucket, gradient, bucket.present(gradients), size, square, samples, bad)
+    return Reading(group, bucket, gradient, present, size, Moments(square, samples), bad)
 
 
 def _scattered(
@@ -77,21 +87,23 @@ def _scattered(
 ) -> list[Tensor | None]:
     """Of sharded parameters, Σ c² over the samples of all ranks, in the rows that lie on this one."""
     trained = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    zero = bucket.pads[0].new_zeros(())  # of a rank without samples
     parameters = [bucket.params[i] for i in trained]
-    given = [zero.expand(p.shape) if (s := squares[i]) is None else s for i, p in zip(trained, parameters, strict=True)]
+    given = [  # zeros on a rank without samples
+        bucket.zero.expand(p.shape) if (s := squares[i]) is None else s
+        for i, p in zip(trained, parameters, strict=True)
+    ]
     result: list[Tensor | None] = [None] * len(squares)
     for i, square in zip(trained, sharded.scattered(given, parameters), strict=True):
         result[i] = square
     return result
 
 
-def _refuse(name: str, gradient: Tensor, square: Tensor | None, blank: bool) -> None:
+def _refuse(name: str, gradient: Tensor, *, missed: bool) -> None:
     if gradient.is_sparse:
         raise RuntimeError(
             f"the gradient of parameter '{name}' is sparse, which AutoOpt does not train: set sparse=False there."
         )
-    if square is None and not blank:
+    if missed:
         raise RuntimeError(
             f"parameter '{name}' has a gradient but no statistics. Either no backward() has reached its layer since "
             "the last step() or zero_grad(), or the gradient did not come from the layer's own forward pass (but from "

@@ -17,7 +17,7 @@ class Products(NamedTuple):
     gg: Tensor
     gm: Tensor
     mm: Tensor
-    variance: Tensor  # V̂ of the gradient
+    variance: Tensor  # V̂ of the gradient, or of the last one whose was measured
     live: Tensor  # whether the unit moves: a finite gradient that is not zero
     measured: Tensor  # whether, besides, there is a spread to go by
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autoopt import oracle
 from autoopt.capture import Source
-from autoopt.optim.bucket import AVERAGE, Bucket, masked
+from autoopt.optim.bucket import AVERAGE, HELD, Bucket, masked
 from autoopt.optim.reading import Reading
 from autoopt.optim.rule import Products, Rule, Share
 
@@ -81,20 +81,28 @@ def _products(
             yield gradient * natural
 
     of_rows = bucket.sums_here(elements())
-    square = bucket.sums_here([over(reading.square, metric)])[0] if elementwise else reading.square
-    of_samples = torch.stack([square / source.ranks**2, reading.samples])
-    if bucket.group is None:
+    of_samples = of_rows[:0]
+    if reading.moments is not None:
+        square, samples = reading.moments
+        square = bucket.sums_here([over(square, metric)])[0] if elementwise else square
+        of_samples = torch.stack([square / source.ranks**2, samples])
+    if bucket.group is not None:  # the rows are spread over the ranks as the samples are
+        of_rows, of_samples = source.over_ranks(torch.cat([of_rows, of_samples])).split([len(of_rows), len(of_samples)])
+    elif reading.moments is not None:
         of_samples = source.over_ranks(of_samples)
-    else:  # the rows are spread over the ranks as the samples are
-        of_rows, of_samples = source.over_ranks(torch.cat([of_rows, of_samples])).split([len(of_rows), 2])
     gm, mm, *sizes = of_rows
     raw_gg = reading.size if metric is None else sizes[0]
     gg = raw_gg if raw is gradient else sizes[-1]
+    if reading.moments is None:
+        variance = bucket.statistics[HELD]
+        return Products(gg, gm, mm, variance, live, live & (variance >= 0) & (gg > 0))
     square, samples = of_samples
 
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
     measured = live & (samples > 1) & (gg > 0)
     bucket.keep("noise", measured, variance / raw_gg)
+    if HELD in bucket.statistics:
+        bucket.keep(HELD, measured, variance)
     return Products(gg, gm, mm, variance, live, measured)
 
 
