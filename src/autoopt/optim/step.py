@@ -30,7 +30,7 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
     """
     group, bucket = reading.group, reading.bucket
     live = finite & (reading.size > 0)
-    moves = live[bucket.unit_of_tensor]
+    moves = bucket.of_tensors(live)
     if reading.present is not None:
         moves = moves & reading.present
     bucket.steps.add_(moves)
@@ -74,8 +74,9 @@ def _products(
     raw_gg = reading.size if metric is None else bucket.sum(over(raw.square(), metric))
     gg = raw_gg if raw is gradient else bucket.sum(gradient * natural)
     square = bucket.sum(over(reading.square, metric)) if elementwise else reading.square
-    square, samples = source.over_ranks(torch.stack([square / source.ranks**2, reading.samples]))
-
+    samples = reading.samples
+    if source.ranks > 1:
+        square, samples = source.over_ranks(torch.stack([square / source.ranks**2, samples]))
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
     measured = live & (samples > 1) & (gg > 0)
     bucket.keep("noise", measured, variance / raw_gg)
