@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
 from autoopt_lab.memory import allocated
 
-SAMPLES, WARMUP, ROUNDS, BURST = 128, 5, 60, 3
+SAMPLES, WARMUP, ROUNDS, BURST = 128, 5, 150, 3
 FEW = 2  # samples, with which hardly anything is computed
 PHASES = ("forward", "backward", "step")
 

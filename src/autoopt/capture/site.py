@@ -74,9 +74,10 @@ class Site:
 
     def trains(self) -> bool:
         """Whether any of the observed parameters is not frozen at the moment."""
-        return any(self.parameter(role).requires_grad for role in self.names) or any(
-            origin.requires_grad for origins in self.origins.values() for origin in origins
-        )
+        for role in self.names:  # as a rule the first one says it
+            if self.parameter(role).requires_grad:
+                return True
+        return any(origin.requires_grad for origins in self.origins.values() for origin in origins)
 
     @property
     def eager(self) -> bool:

@@ -382,7 +382,7 @@ class AutoOptimizer(Optimizer, ABC):
                 rate, momentum = self._rule(group).chosen(bucket)
                 table = torch.stack([rate * group["lr"], momentum, bucket.statistics["noise"]], 1)
                 names += bucket.names
-                tables.append(table[bucket.unit_of_tensor])
+                tables.append(bucket.of_tensors(table))
         return tuned(names, tables)
 
     def detach(self) -> None:

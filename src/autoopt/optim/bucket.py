@@ -6,12 +6,14 @@ the count of kernels does not grow with the count of tensors. A unit is what sha
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 from autoopt.capture import sharded, total
 
@@ -54,6 +56,9 @@ class Bucket:
         self.zero, self.one = self._zeros(), self._zeros() + 1
         self.absent = [self.zero.expand(p.shape) for p in here]  # what stands for a tensor that is not there
         self.pads = [self._zeros(r * ROW - p.numel()) for p, r in zip(here, rows, strict=True)]  # of the last row
+        starts = itertools.accumulate(rows, initial=0)
+        self.places = [(p.shape, _strides(p.shape), r * ROW) for p, r in zip(here, starts, strict=False)]
+        self.single = len(units) == len(self.params)  # every tensor is a unit of its own
         tensor_of = torch.repeat_interleave(torch.tensor(rows))
         unit_of = torch.tensor(self.units)
         self.unit_of_tensor = unit_of.to(self.device)
@@ -137,12 +142,7 @@ class Bucket:
 
     def tensors(self, matrix: Tensor) -> list[Tensor]:
         """The views of a (rows, ROW) matrix that have the shapes of the parameters."""
-        places = [place for pair in zip(self.absent, self.pads, strict=True) for place in pair]
-        flat = matrix.view(-1)
-        if torch.compiler.is_compiling():  # where the sizes may be symbols
-            pieces = flat.split([place.numel() for place in places])[::2]
-            return [piece.view(absent.shape) for piece, absent in zip(pieces, self.absent, strict=True)]
-        return list(_unflatten_dense_tensors(flat, places)[::2])
+        return [matrix.as_strided(*place) for place in self.places]
 
     # Between rows and units.
 
@@ -175,7 +175,13 @@ class Bucket:
 
     def reduce(self, numbers: Tensor, how: str) -> Tensor:
         """One number per tensor to one per unit."""
+        if self.single:
+            return numbers
         return torch.segment_reduce(numbers, how, lengths=self.tensors_per_unit, unsafe=True)
+
+    def of_tensors(self, units: Tensor) -> Tensor:
+        """One number per unit, for each tensor."""
+        return units if self.single else units[self.unit_of_tensor]
 
     def spread(self, units: Tensor) -> Tensor:
         """One number per unit, as a column that broadcasts over the rows."""
@@ -195,6 +201,11 @@ class Bucket:
                 self._present.clear()
             self._present[pattern] = torch.tensor(pattern).to(self.device)
         return self._present[pattern]
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Those of a tensor without gaps."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def masked(matrix: Tensor, rows: Tensor) -> Tensor:

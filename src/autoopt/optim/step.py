@@ -9,7 +9,7 @@ from torch import Tensor
 from autoopt import oracle
 from autoopt.capture import Source
 from autoopt.optim.bucket import AVERAGE, HELD, Bucket, masked
-from autoopt.optim.reading import Reading
+from autoopt.optim.reading import Moments, Reading
 from autoopt.optim.rule import Products, Rule, Share
 
 
@@ -31,7 +31,7 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
     """
     group, bucket = reading.group, reading.bucket
     live = finite & (reading.size > 0)
-    moves = live[bucket.unit_of_tensor]
+    moves = bucket.of_tensors(live)
     if reading.present is not None:
         moves = moves & reading.present
     bucket.steps.add_(moves)
@@ -80,30 +80,38 @@ def _products(
         if raw is not gradient:
             yield gradient * natural
 
-    of_rows = bucket.sums_here(elements())
-    of_samples = of_rows[:0]
-    if reading.moments is not None:
-        square, samples = reading.moments
-        square = bucket.sums_here([over(square, metric)])[0] if elementwise else square
-        of_samples = torch.stack([square / source.ranks**2, samples])
-    if bucket.group is not None:  # the rows are spread over the ranks as the samples are
-        of_rows, of_samples = source.over_ranks(torch.cat([of_rows, of_samples])).split([len(of_rows), len(of_samples)])
-    elif reading.moments is not None:
-        of_samples = source.over_ranks(of_samples)
+    of_rows, of_samples = bucket.sums_here(elements()), reading.moments
+    if of_samples is not None and elementwise:
+        of_samples = of_samples._replace(square=bucket.sums_here([over(of_samples.square, metric)])[0])
+    if source.ranks > 1:
+        of_rows, of_samples = _over_ranks(source, bucket, of_rows, of_samples)
     gm, mm, *sizes = of_rows
     raw_gg = reading.size if metric is None else sizes[0]
     gg = raw_gg if raw is gradient else sizes[-1]
-    if reading.moments is None:
+    if of_samples is None:
         variance = bucket.statistics[HELD]
         return Products(gg, gm, mm, variance, live, live & (variance >= 0) & (gg > 0))
-    square, samples = of_samples
 
+    square, samples = of_samples
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
     measured = live & (samples > 1) & (gg > 0)
     bucket.keep("noise", measured, variance / raw_gg)
     if HELD in bucket.statistics:
         bucket.keep(HELD, measured, variance)
     return Products(gg, gm, mm, variance, live, measured)
+
+
+def _over_ranks(
+    source: Source, bucket: Bucket, of_rows: Tensor, of_samples: Moments | None
+) -> tuple[Tensor, Moments | None]:
+    """The sums over all ranks: the samples are spread over them, and so are the rows if the parameters are sharded."""
+    parts = [] if of_samples is None else [of_samples.square / source.ranks**2, of_samples.samples]
+    spread = [*of_rows, *parts] if bucket.group is not None else parts
+    if not spread:
+        return of_rows, None
+    summed = source.over_ranks(torch.stack(spread))
+    of_rows = summed[: len(of_rows)] if bucket.group is not None else of_rows
+    return of_rows, None if of_samples is None else Moments(*summed[-2:])
 
 
 def over(x: Tensor, metric: Tensor | None) -> Tensor:
