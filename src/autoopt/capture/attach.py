@@ -85,19 +85,11 @@ class Capture(Source):
 
     def second_moment(self, name: str) -> Tensor | None:
         """Σ_i c_i² of a parameter since the last clear, elementwise or in total; None where nothing was observed."""
-        direct, booked = self._shadow(name), self.ledger.squares.get(name)
-        return booked if direct is None else direct if booked is None else direct + booked
+        return self.ledger.squares.get(name)
 
     def samples(self, name: str) -> Tensor | None:
         """N behind `second_moment`, a 0-dim tensor on the device."""
-        direct = None if self._shadow(name) is None else self.direct[name][0].samples.grad
-        booked = self.ledger.samples.get(name)
-        return booked if direct is None else direct if booked is None else direct + booked
-
-    def _shadow(self, name: str) -> Tensor | None:
-        """Σ_i c_i² of the passes in which the parameter had one use."""
-        site, role = self.direct.get(name, (None, ""))
-        return None if site is None else site.shadows[role].grad
+        return self.ledger.samples.get(name)
 
     @torch.no_grad()
     def _measure(self) -> None:
@@ -107,8 +99,18 @@ class Capture(Source):
         self.current.unfinished = True
         self.ledger.settle()
         self.current.gathered += self._compiled.samples(self.sites.values())
+        self._book_shadows()
         super()._measure()
         self.current.finish()
+
+    def _book_shadows(self) -> None:
+        """Move what the shadows hold to the ledger, so that a step, which may be compiled, has no leaf to clear."""
+        for name, (site, role) in self.direct.items():
+            square, count = site.shadows[role].grad, site.samples.grad
+            if square is not None and count is not None:
+                self.ledger.book(name, count, square)
+        for site in self.sites.values():
+            site.clear()
 
     def lost(self) -> str | None:
         """The name of a layer that no longer reports here: another optimizer took it over, or it was detached."""
@@ -119,8 +121,9 @@ class Capture(Source):
         """Forget what was gathered."""
         super().clear()
         self.ledger.clear()
-        for site in self.sites.values():
-            site.clear()
+        if not torch.compiler.is_compiling():  # what a pass that did not come to its end has left, and no step follows
+            for site in self.sites.values():
+                site.clear()
 
     def detach(self) -> None:
         """Give every layer that still reports here its own class back."""

@@ -63,7 +63,7 @@ class Ledger:
         if self._squared.get(name) == graph or name in self._uses:
             raise RuntimeError(_late(name))
         self._squared[name] = graph
-        self._book(name, samples, square)
+        self.book(name, _count(samples, square), square)
 
     def add_derived(
         self, derived: Tensor, samples: int, contributions: Contributions, *, sole: bool, outer: int = -1
@@ -99,7 +99,8 @@ class Ledger:
             if self.current.group is None:  # else the gradients are averages over ranks
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
-                self._book(name, self._rows, second_moment(entered, self._rows, self.parameters[name], self.total))
+                square = second_moment(entered, self._rows, self.parameters[name], self.total)
+                self.book(name, _count(self._rows, square), square)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -129,15 +130,23 @@ class Ledger:
             self._drop()
         self.audit.open(name, self.parameters[name])
         if self.parameters[name].grad is None and name not in self._uses:  # left from a pass that no step followed
-            self.squares.pop(name, None)
-            self.samples.pop(name, None)
+            self.drop(name)
         return graph
 
-    def _book(self, name: str, samples: int, square: Tensor) -> None:
-        count = torch.full((), samples, dtype=torch.float32, device=square.device)
+    def drop(self, name: str) -> None:
+        """Forget the second moment of a parameter."""
+        self.squares.pop(name, None)
+        self.samples.pop(name, None)
+
+    def book(self, name: str, count: Tensor, square: Tensor) -> None:
+        """Add Σ_i c_i² of a pass, and over how many samples, to what is known."""
         known = name in self.squares
         self.squares[name] = self.squares[name] + square if known else square
         self.samples[name] = self.samples[name] + count if known else count
+
+
+def _count(samples: int, square: Tensor) -> Tensor:
+    return torch.full((), samples, dtype=torch.float32, device=square.device)
 
 
 def _late(name: str) -> str:
