@@ -174,6 +174,17 @@ def test_measuring_at_every_third_step() -> None:
     both(partial(AutoAdam, measure_every=3), mlp, run)
 
 
+def test_another_optimizer_of_another_model() -> None:
+    """Dynamo takes all steps for one function, and what differs between them for variable."""
+
+    def narrow() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
+
+    both(AutoSGD, mlp, plainly, "aot_eager")
+    both(AutoAdam, mlp, plainly, "aot_eager")
+    both(AutoAdam, narrow, plainly, "aot_eager")
+
+
 def test_groups_and_units() -> None:
     def make(model: Any) -> Any:
         groups = [

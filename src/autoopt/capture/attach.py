@@ -107,18 +107,11 @@ class Capture(Source):
 
     def second_moment(self, name: str) -> Tensor | None:
         """Σ_i c_i² of a parameter since the last clear, elementwise or in total; None where nothing was observed."""
-        direct, booked = self._shadow(name), self.ledger.squares.get(name)
-        return booked if direct is None else direct if booked is None else direct + booked
+        return self.ledger.squares.get(name)
 
     def samples(self, name: str) -> Tensor | int:
         """N behind `second_moment`: a 0-dim tensor on the device where compiled passes were counted."""
-        direct = 0 if self._shadow(name) is None else self.direct[name][0].counted
-        return direct + self.ledger.samples.get(name, 0)
-
-    def _shadow(self, name: str) -> Tensor | None:
-        """Σ_i c_i² of the passes in which the parameter had one use."""
-        site, role = self.direct.get(name, (None, ""))
-        return None if site is None else site.shadows[role].grad
+        return self.ledger.samples.get(name, 0)
 
     @torch.no_grad()
     def _measure(self) -> None:
@@ -131,12 +124,22 @@ class Capture(Source):
         elif "torch.distributed.fsdp" in sys.modules:
             sharded.refuse_late(self.model, self.parameters)
         self.ledger.settle()
+        self.current.gathered += self._compiled.samples(self.sites.values())
+        self._book_shadows()
         if self.sharded:  # the gradients of accumulated passes need not be there yet: set_requires_gradient_sync(False)
             absent = [name for name, parameter in self.parameters.items() if parameter.grad is None]
             self.current.withheld |= {name for name in absent if self.second_moment(name) is not None}
-        self.current.gathered += self._compiled.samples(self.sites.values())
         super()._measure()
         self.current.finish()
+
+    def _book_shadows(self) -> None:
+        """Move what the shadows hold to the ledger, so that a step, which may be compiled, has no leaf to clear."""
+        for name, (site, role) in self.direct.items():
+            square = site.shadows[role].grad
+            if square is not None:
+                self.ledger.book(name, site.counted, square)
+        for site in self.sites.values():
+            site.clear()
 
     def lost(self) -> str | None:
         """The name of a layer that no longer reports here: another optimizer took it over, or it was detached."""
@@ -147,8 +150,9 @@ class Capture(Source):
         """Forget what was gathered."""
         super().clear()
         self.ledger.clear()
-        for site in self.sites.values():
-            site.clear()
+        if not torch.compiler.is_compiling():  # what a pass that did not come to its end has left, and no step follows
+            for site in self.sites.values():
+                site.clear()
 
     def detach(self) -> None:
         """Give every layer that still reports here its own class back."""

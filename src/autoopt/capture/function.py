@@ -2,10 +2,10 @@
 
 Note [shadow leaves]: beside each observed parameter stands a leaf tensor, its shadow, that takes no part in the
 forward pass. The backward pass returns Σ_i c_i² as the "gradient" of the shadow. So autograd itself carries the
-statistics: they accumulate over micro-batches exactly as `.grad` does, survive activation checkpointing and in-place
-activations, and are ordinary outputs for torch.compile. In a compiled pass the number of samples travels the same way;
-an eager one counts on the host. What is used several times goes through the ledger instead, which the backward pass
-tells what each sample adds.
+statistics: they survive activation checkpointing and in-place activations, and are ordinary outputs for torch.compile.
+In a compiled pass the number of samples travels the same way; an eager one counts on the host. At the end of the
+backward pass the ledger takes them over and adds up those of all micro-batches. What is used several times goes to the
+ledger from the start, by what each sample adds.
 """
 
 from typing import Any

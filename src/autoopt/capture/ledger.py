@@ -34,7 +34,7 @@ class Ledger:
         self.names: dict[nn.Parameter, str] = {}
         self.gathered: dict[str, nn.Parameter] = {}  # what stands for a sharded parameter while its module runs
         self.squares: dict[str, Tensor] = {}  # Σ_i c_i² since the last clear, elementwise or in total
-        self.samples: dict[str, int] = {}  # N behind it
+        self.samples: dict[str, Tensor | int] = {}  # N behind it, on the device where compiled passes were counted
         self.audit = Audit()
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
@@ -77,7 +77,7 @@ class Ledger:
         if self._squared.get(name) == graph or name in self._uses:
             raise RuntimeError(_late(name))
         self._squared[name] = graph
-        self._book(name, samples, square)
+        self.book(name, samples, square)
 
     def add_derived(
         self, derived: Tensor, samples: int, contributions: Contributions, *, sole: bool, outer: int = -1
@@ -113,7 +113,8 @@ class Ledger:
             if self.current.group is None:  # else the gradients are averages over ranks
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
-                self._book(name, self._rows, second_moment(entered, self._rows, self.parameters[name], self.total))
+                square = second_moment(entered, self._rows, self.parameters[name], self.total)
+                self.book(name, self._rows, square)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -143,11 +144,16 @@ class Ledger:
             self._drop()
         self.audit.open(name, self.parameters[name])
         if self.fresh(name) and name not in self._uses:  # left from a pass that no step followed
-            self.squares.pop(name, None)
-            self.samples.pop(name, None)
+            self.drop(name)
         return graph
 
-    def _book(self, name: str, samples: int, square: Tensor) -> None:
+    def drop(self, name: str) -> None:
+        """Forget the second moment of a parameter."""
+        self.squares.pop(name, None)
+        self.samples.pop(name, None)
+
+    def book(self, name: str, samples: Tensor | int, square: Tensor) -> None:
+        """Add Σ_i c_i² of a pass, and over how many samples, to what is known."""
         known = name in self.squares
         self.squares[name] = self.squares[name] + square if known else square
         self.samples[name] = self.samples[name] + samples if known else samples

@@ -184,6 +184,8 @@ class Site:
         self._entered = graph
         if all(self.ledger.fresh(self.names[role]) for role in self.shadows):
             self.clear()  # left over from a backward pass that no step followed
+            for role in self.shadows:
+                self.ledger.drop(self.names[role])
 
     def books(self, role: str, fold: int) -> bool:
         """Whether what is said of this role goes through the ledger."""
