@@ -19,7 +19,7 @@ demo: env
 	$(BIN)/autoopt demo
 
 test: env
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 check: env
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from contract.small import assert_same, backward, batches, mlp, moved, snapshot, train, weights
-from trust.subjects import Make, every_subject
+from trust.subjects import Make, every_optimizer
 
 
 def loss_of(model: nn.Module) -> float:
@@ -26,7 +26,7 @@ def loss_of(model: nn.Module) -> float:
         return float(F.cross_entropy(model(x), y))
 
 
-@every_subject
+@every_optimizer
 @pytest.mark.parametrize("options", [{}, {"lr": 0.5}, {"weight_decay": 0.01}, {"granularity": "group"}], ids=str)
 def test_goes_the_right_way(make: Make, options: dict[str, Any]) -> None:
     model = mlp()
@@ -35,7 +35,7 @@ def test_goes_the_right_way(make: Make, options: dict[str, Any]) -> None:
     assert loss_of(model) < before
 
 
-@every_subject
+@every_optimizer
 def test_groups_with_their_own_weight_decay(make: Make) -> None:
     """What is decayed ends smaller than what is not."""
     sizes = []
@@ -48,7 +48,7 @@ def test_groups_with_their_own_weight_decay(make: Make) -> None:
     assert sizes[1] < sizes[0]
 
 
-@every_subject
+@every_optimizer
 def test_almost_no_rate_is_almost_no_step(make: Make) -> None:
     model = mlp()
     before = weights(model)
@@ -56,14 +56,14 @@ def test_almost_no_rate_is_almost_no_step(make: Make) -> None:
     assert all((after - before[name]).abs().max() < 1e-20 for name, after in weights(model).items())
 
 
-@every_subject
+@every_optimizer
 def test_can_be_printed(make: Make) -> None:
     text = repr(make(mlp(), lr=0.25))
     assert "Auto" in text
     assert "0.25" in text
 
 
-@every_subject
+@every_optimizer
 def test_state_is_not_empty_after_a_step_and_defaults_are_those_given(make: Make) -> None:
     model = mlp()
     optimizer = make(model, weight_decay=0.125)
@@ -74,7 +74,7 @@ def test_state_is_not_empty_after_a_step_and_defaults_are_those_given(make: Make
     assert all(optimizer.state[parameter] for parameter in model.parameters())
 
 
-@every_subject
+@every_optimizer
 def test_state_dict_equals_itself_after_a_file(make: Make) -> None:
     model = mlp()
     optimizer = make(model)
@@ -85,7 +85,7 @@ def test_state_dict_equals_itself_after_a_file(make: Make) -> None:
         assert_same(torch.load(file, weights_only=True), state)
 
 
-@every_subject
+@every_optimizer
 def test_loading_leaves_the_loaded_dict_alone(make: Make) -> None:
     model, other = mlp(), mlp()
     optimizer, loaded = make(model), make(other)
@@ -97,7 +97,7 @@ def test_loading_leaves_the_loaded_dict_alone(make: Make) -> None:
     assert_same(state, kept)
 
 
-@every_subject
+@every_optimizer
 def test_state_with_plain_numbers_loads(make: Make) -> None:
     """Older optimizers kept their step count as a number."""
     model, other = mlp(), mlp()
@@ -115,7 +115,7 @@ def test_state_with_plain_numbers_loads(make: Make) -> None:
     assert_same(snapshot(other, loaded), snapshot(model, optimizer))
 
 
-@every_subject
+@every_optimizer
 def test_step_hooks_run_in_order_and_can_be_removed(make: Make) -> None:
     model = mlp()
     optimizer = make(model)
@@ -134,7 +134,7 @@ def test_step_hooks_run_in_order_and_can_be_removed(make: Make) -> None:
     assert len(calls) == 4
 
 
-@every_subject
+@every_optimizer
 def test_state_dict_hooks(make: Make) -> None:
     model = mlp()
     optimizer = make(model)
@@ -164,7 +164,7 @@ def test_state_dict_hooks(make: Make) -> None:
     assert loaded.param_groups[0]["lr"] == 0.5
 
 
-@every_subject
+@every_optimizer
 def test_deepcopy_has_all_public_attributes(make: Make) -> None:
     model = mlp()
     optimizer = make(model)
@@ -175,7 +175,7 @@ def test_deepcopy_has_all_public_attributes(make: Make) -> None:
     assert_same(copied.state_dict(), optimizer.state_dict())
 
 
-@every_subject
+@every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_dtype(make: Make, dtype: torch.dtype) -> None:
     model = mlp(dtype)
@@ -187,7 +187,7 @@ def test_every_dtype(make: Make, dtype: torch.dtype) -> None:
         assert parameter.isfinite().all(), name
 
 
-@every_subject
+@every_optimizer
 def test_zero_grad_both_ways(make: Make) -> None:
     model = mlp()
     optimizer = make(model)
@@ -198,7 +198,7 @@ def test_zero_grad_both_ways(make: Make) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@every_subject
+@every_optimizer
 def test_memory_is_a_few_copies_of_the_model(make: Make) -> None:
     """State: at most four numbers for each weight, in the precision of the weights."""
     model = nn.Sequential(nn.Linear(256, 256, bias=False))
@@ -221,7 +221,7 @@ def test_memory_is_a_few_copies_of_the_model(make: Make) -> None:
     assert python < 2_000_000  # and next to nothing in Python
 
 
-@every_subject
+@every_optimizer
 def test_banana_valley(make: Make) -> None:
     """Rosenbrock's function, as a layer of two weights and a loss: two hundred steps come closer to its minimum."""
     model = nn.Sequential(nn.Linear(1, 2, bias=False)).double()
