@@ -252,6 +252,7 @@ def measured(name: str, part: Part, scale: int) -> Row:
     made = (
         f"AutoOpt {autoopt.__version__}, torch {torch.__version__}, {platform.machine()}, {day}, {minutes:.1f} minutes"
     )
+    made += f", at 1/{scale} of the full size" if scale > 1 else ""
     cases, failures = sum(row.cases for row in rows), sum(row.failures for row in rows)
     row = Row(part.title, cases, failures, part.total(rows), errors, made)
     print(f"{name}: {row.cases:,} cases, {row.failures} failures, {minutes:.1f} minutes. {row.figures}", flush=True)
