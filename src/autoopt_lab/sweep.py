@@ -134,7 +134,7 @@ def train_chunk(jobs: list[Job], conditions: Conditions, folder: Path | None, de
     net, data = subject(task, conditions, folder, device)
     if batch > len(data.train_targets):
         raise SweepError(f"a batch of {batch} does not fit the {len(data.train_targets)} training samples of {task}")
-    plan = Plan(optimizer, batch, conditions.epochs, conditions.average)
+    plan = Plan(optimizer, batch, conditions.epochs, conditions.average, train_sample=0)  # a part has the last alone
     runs = [Run(job.seed, dict(job.options)) for job in jobs]
     samples = len(jobs) * conditions.epochs * (len(data.train_targets) // batch) * batch
     ends = [time.monotonic()]

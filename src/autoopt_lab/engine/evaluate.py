@@ -23,6 +23,9 @@ class Predictor(Protocol):
 
 
 def evaluate(predictor: Predictor, weights: Tensor, images: Tensor, labels: Tensor) -> Evaluation:
+    if not len(images):  # nobody asked
+        nothing = weights.new_full((len(weights),), torch.nan, dtype=torch.float64)
+        return Evaluation(nothing, nothing)
     if len(weights) > RUNS:
         parts = [evaluate(predictor, some, images, labels) for some in weights.split(RUNS)]
         return Evaluation(*(torch.cat(column) for column in zip(*parts, strict=True)))

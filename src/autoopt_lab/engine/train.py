@@ -36,7 +36,7 @@ class Plan:
     epochs: int
     average: float | None = None  # newest parameters' weight in a running average, of rules that keep none
     shift_at: int | None = None  # the epoch from which labels are y -> (3 y + 1) mod 10
-    train_sample: int | None = 10_000  # training images the train error is taken from before the last epoch
+    train_sample: int | None = 10_000  # training images the train error is taken from before the last epoch; None: all
     trace_points: int = 100
 
 

@@ -1,0 +1,254 @@
+"""What a training step costs on a GPU over torch.optim's fused one: ResNet-18, GPT-2 124M and ViT-B/16, in bfloat16.
+
+    PYTHONPATH=src python3 benchmarks/gpu_cost.py --out FILE [--only resnet18] [--profile] [--device cpu --small]
+
+Needs torch, transformers and a CUDA device. In one process: the plain optimizer, ours, the plain one again, 40 steps
+each after 12; the time of a step is the median over steps, memory the peak. "eager" is the loop as people write it,
+"graph" the whole step (forward, backward and step()) as one CUDA graph, in which the host costs nothing.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_check import resnet18
+from torch import nn
+
+from autoopt import AutoAdam, AutoSGD
+from autoopt.moments import operation, product
+
+Subject = tuple[nn.Module, Callable[[], torch.Tensor]]
+WARM, TIMED = 12, 40
+
+
+def resnet(device: str, small: bool) -> Subject:
+    """For images of 32 x 32, 128 of them, channels last."""
+    samples = 8 if small else 128
+    model = resnet18().to(device).to(memory_format=torch.channels_last)
+    x = torch.randn(samples, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
+    y = torch.randint(0, 10, (samples,), device=device)
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def gpt2(device: str, small: bool) -> Subject:
+    """124M parameters, 8 x 1024 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500} if small else {}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)).to(device).train()
+    tokens = torch.randint(0, model.config.vocab_size, (8, 32 if small else 1024), device=device)
+    return model, lambda: model(tokens, labels=tokens).loss
+
+
+def vit(device: str, small: bool) -> Subject:
+    """ViT-B/16, 64 images of 224 x 224."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "image_size": 32} if small else {}
+    model = ViTForImageClassification(ViTConfig(**sizes, num_labels=1000)).to(device).train()
+    side, samples = model.config.image_size, 4 if small else 64
+    x = torch.randn(samples, 3, side, side, device=device)
+    y = torch.randint(0, 1000, (samples,), device=device)
+    return model, lambda: F.cross_entropy(model(pixel_values=x).logits, y)
+
+
+SUBJECTS = {"resnet18": resnet, "gpt2": gpt2, "vit-b16": vit}
+PLAIN: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-4, fused=True),
+}
+OURS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"SGD": AutoSGD, "Adam": AutoAdam}
+
+
+class Loop:
+    """One model under one optimizer."""
+
+    def __init__(self, subject: Callable[[str, bool], Subject], make: Any, device: str, small: bool) -> None:
+        torch.manual_seed(0)
+        self.device, self.cuda = device, device == "cuda"
+        self.model, self.loss = subject(device, small)
+        self.optimizer = make(self.model)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def times(self, go: Callable[[], None], count: int = TIMED) -> list[float]:
+        """Milliseconds of each step, none waiting for the one before."""
+        if not self.cuda:
+            marks = [time.perf_counter() * 1e3]
+            for _ in range(count):
+                go()
+                marks.append(time.perf_counter() * 1e3)
+            return [b - a for a, b in itertools.pairwise(marks)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            go()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+    def eager(self) -> dict[str, float]:
+        for _ in range(WARM):
+            self.step()
+        self.sync()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        found = {"ms": statistics.median(self.times(self.step))}
+        if self.cuda:
+            found["MiB"] = torch.cuda.max_memory_allocated() / 2**20
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                self.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        self.sync()
+        start = time.perf_counter()
+        for _ in range(3):
+            self.step()
+        found["host ms"] = (time.perf_counter() - start) / 3 * 1e3
+        self.sync()
+        return found
+
+    def graph(self) -> dict[str, float]:
+        """The whole step as one CUDA graph."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        for _ in range(5):
+            graph.replay()
+        return {"ms": statistics.median(self.times(graph.replay))}
+
+    def profile(self) -> str:
+        """Where the time goes: kernels, then the host."""
+        import cProfile
+        import io
+        import pstats
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as found:
+            self.step()
+            self.sync()
+        by = "self_device_time_total" if self.cuda else "self_cpu_time_total"
+        text = found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(5):
+            self.step()
+        profiler.disable()
+        self.sync()
+        out = io.StringIO()
+        pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(30)
+        return text + out.getvalue()
+
+
+def triton(on: bool) -> None:
+    """Whether the rules may take their Triton kernels."""
+    operation.TRITON = product.TRITON = on
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def rounded(found: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 3) for key, value in found.items()}
+
+
+def measure(name: str, options: argparse.Namespace, texts: list[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for kind in PLAIN:
+        variants: list[tuple[str, Any, bool]] = [("plain", PLAIN[kind], False), ("auto", OURS[kind], False)]
+        if options.triton:
+            variants.append(("auto triton", OURS[kind], True))
+        variants.append(("plain again", PLAIN[kind], False))
+        for variant, make, kernels in variants:
+            triton(kernels)
+            row: dict[str, Any] = {"model": name, "optimizer": kind, "variant": variant}
+            loop = None
+            try:
+                loop = Loop(SUBJECTS[name], make, options.device, options.small)
+                row["eager"] = rounded(loop.eager())
+                if options.profile and variant.startswith("auto"):
+                    texts.append(f"=== {name} {kind} {variant}\n{loop.profile()}")
+                if loop.cuda and variant != "plain again":
+                    row["graph"] = rounded(loop.graph())
+            except Exception as error:  # the other rows are worth having
+                traceback.print_exc(limit=-6)
+                row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+            del loop
+            free()
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure, and write after every model."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", action="append", choices=SUBJECTS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny models, to try the script on a CPU")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--triton", action="store_true", help="also with the Triton kernels")
+    options = parser.parse_args()
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    found: dict[str, Any] = {"torch": torch.__version__, "device": name, "rows": []}
+    texts: list[str] = []
+    for subject in options.only or SUBJECTS:
+        found["rows"] += measure(subject, options, texts)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1))
+            if texts:
+                options.out.with_suffix(".profile.txt").write_text("\n".join(texts))
+    table(found["rows"])
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Ratios over the mean of the two plain runs."""
+    for row in rows:
+        if not row["variant"].startswith("auto") or "eager" not in row:
+            continue
+        plain = [r for r in rows if r["variant"].startswith("plain") and r["model"] == row["model"]]
+        plain = [r for r in plain if r["optimizer"] == row["optimizer"] and "eager" in r]
+        ms = statistics.mean(r["eager"]["ms"] for r in plain)
+        line = f"{row['model']:10} {row['optimizer']:5} {row['variant']:12}"
+        line += f" eager {row['eager']['ms'] / ms:6.3f} of {ms:.2f} ms"
+        if "MiB" in row["eager"]:
+            line += f", memory {row['eager']['MiB'] / max(r['eager']['MiB'] for r in plain):.3f}"
+        if "graph" in row and "graph" in plain[0]:
+            line += f", graph {row['graph']['ms'] / plain[0]['graph']['ms']:6.3f} of {plain[0]['graph']['ms']:.2f} ms"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

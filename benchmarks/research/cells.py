@@ -1,0 +1,177 @@
+"""Research: rule="robust" on the paper's CNNs for every N, on shifted labels, and with its constants changed.
+
+    python3 benchmarks/research/cells.py --data DIR --out FILE [--minutes 5] [--device cpu --small]
+
+Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, the rule as it is with
+five seeds and every change of a constant with two, side by side; a shift of labels at half time at N = 128. One line of
+JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so several train at once, on streams of their own.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from autoopt_lab.engine import Plan, Run, robust
+from autoopt_lab.engine.evaluate import evaluate
+from autoopt_lab.engine.train import Chunk, make_backend
+from autoopt_lab.tasks import Data, cifar10, digits, mnist
+
+TASKS = {"mnist": mnist, "cifar10": cifar10, "digits": digits}
+CONSTANTS = {name: getattr(robust, name) for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW")}
+VARIANTS: dict[str, dict[str, float]] = {
+    "base": {},
+    "cap 0.005": {"LARGEST": 0.005},
+    "cap 0.014": {"LARGEST": 0.014},
+    "c 0.14": {"DECAY": 0.14},
+    "c 0.28": {"DECAY": 0.28},
+    "window 8": {"WINDOW": 8},
+    "warm 400": {"WARM_UP": 400},
+    "cap 0.014, warm 400": {"LARGEST": 0.014, "WARM_UP": 400},
+}
+CHANGED = (8, 32, 128)  # N at which the changes are tried
+
+
+@dataclass
+class Job:
+    """One chunk."""
+
+    task: str
+    kind: str
+    batch: int
+    shift: int | None
+    rows: list[tuple[str, int]]  # variant, seed
+
+    def name(self) -> str:
+        return f"{self.task} {self.kind} N={self.batch}{' shift' if self.shift else ''}: {len(self.rows)} runs"
+
+
+def jobs(small: bool) -> list[Job]:
+    found = []
+    tasks, batches = (("digits",), (32,)) if small else (("cifar10", "mnist"), (8, 16, 32, 64, 128, 256))
+    for batch in batches:
+        for task in tasks:
+            for kind in ("sgd", "adam", "adagrad"):
+                rows = [("base", seed) for seed in range(5)]
+                if batch in CHANGED:
+                    rows += [(variant, seed) for variant in VARIANTS if variant != "base" for seed in range(2)]
+                found.append(Job(task, kind, batch, None, rows))
+                if batch == 128 or small:
+                    rows = [(v, s) for v in VARIANTS for s in range(5 if v == "base" else 2)]
+                    found.append(Job(task, kind, batch, 5, rows))
+    return found
+
+
+class Constants:
+    """The rule's constants as one number per run; they are read while a step is captured."""
+
+    def __init__(self, rows: list[tuple[str, int]], device: str) -> None:
+        changed = [{**CONSTANTS, **VARIANTS[variant]} for variant, _ in rows]
+        self.columns = {name: torch.tensor([[float(c[name])] for c in changed], device=device) for name in CONSTANTS}
+
+    def __enter__(self) -> None:
+        for name, column in self.columns.items():
+            setattr(robust, name, column)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in CONSTANTS.items():
+            setattr(robust, name, value)
+
+
+def prepared(job: Job, data: Data, options: argparse.Namespace) -> tuple[Chunk, Constants, Any]:
+    """A chunk whose kernels are built and whose step is captured."""
+    net, device = TASKS[job.task].NET, options.device
+    plan = Plan(f"auto-{job.kind}", job.batch, options.epochs, shift_at=job.shift, train_sample=0)
+    runs = [Run(seed) for _, seed in job.rows]
+    chunk = Chunk(net, data, plan, runs, make_backend("auto", net, device, "tf32"), device, torch.float32)
+    constants = Constants(job.rows, device)
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    if stream is not None:
+        with constants:
+            chunk._go = chunk.captured()
+        evaluate(chunk.backend, chunk.weights, chunk.test_images[:1000], chunk.test_labels[:1000])
+        torch.cuda.synchronize()
+    return chunk, constants, stream
+
+
+def trained(job: Job, chunk: Chunk, constants: Constants, stream: Any, epochs: int, end: float) -> list[dict[str, Any]]:
+    """The records, or none if the time is over."""
+    start = time.monotonic()
+    with nullcontext() if stream is None else torch.cuda.stream(stream), constants if stream is None else nullcontext():
+        for epoch in range(epochs):
+            chunk.epoch(epoch)
+            if stream is not None:
+                stream.synchronize()
+            if time.monotonic() > end:
+                print(f"{job.name()} given up in epoch {epoch}", flush=True)
+                return []
+        results = chunk.results()
+    print(f"{job.name()}, {time.monotonic() - start:.1f} s", flush=True)
+    common = {"task": job.task, "kind": job.kind, "batch": job.batch, "shift": job.shift}
+    return [
+        {
+            **common, "variant": variant, "seed": seed,
+            "test": [round(e, 5) for e in result.test_error], "train": round(result.train_error[-1], 5),
+            "average": [round(e, 5) for e in result.average_test_error],
+        }
+        for (variant, seed), result in zip(job.rows, results, strict=True)
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Train, write after every batch size, print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="digits, to try the script on a CPU")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--at-once", type=int, default=6)
+    options = parser.parse_args()
+    end = time.monotonic() + 60 * options.minutes
+    data = {}
+    for name in ("digits",) if options.small else ("cifar10", "mnist"):
+        read = TASKS[name].data(options.data)
+        data[name] = Data(*(getattr(read, part).to(options.device) for part in Data.__dataclass_fields__))
+    waiting, records, lock = jobs(options.small), [], threading.Lock()
+    while waiting and time.monotonic() < end:
+        now, waiting = waiting[: options.at_once], waiting[options.at_once :]
+        ready = [(job, *prepared(job, data[job.task], options)) for job in now]
+        with ThreadPoolExecutor(1 if options.device == "cpu" else len(ready)) as pool:
+            for found in pool.map(lambda one: trained(*one, options.epochs, end), ready):
+                with lock:
+                    records += found
+        del ready
+        options.out.write_text("\n".join(map(json.dumps, records)))
+    table(records)
+
+
+def table(records: list[dict[str, Any]]) -> None:
+    """Mean error in per cent, last (averaged); after a shift also one epoch later."""
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in records:
+        cells.setdefault((r["task"], r["batch"], r["shift"] or 0, r["variant"], r["kind"]), []).append(r)
+    for key, rows in sorted(cells.items(), key=str):
+
+        def mean(part: str, epoch: int, rows: list[dict[str, Any]] = rows) -> float:
+            return 100 * sum(r[part][epoch] for r in rows) / len(rows)
+
+        text = f"{mean('test', -1):.2f} ({mean('average', -1):.2f})"
+        if key[2]:
+            text += f", one epoch after {mean('test', key[2]):.2f} ({mean('average', key[2]):.2f})"
+        print(*key, len(rows), text)
+
+
+if __name__ == "__main__":
+    main()
