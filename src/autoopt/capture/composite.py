@@ -59,7 +59,7 @@ class Composite(Site):
         """The gradient of a weight, whose contributions are reported."""
         name = self.sole(weight)
         if name is not None:
-            gradient, square = Linear().weight_moments(use.delta, (use.a,), self.total)
+            _, (gradient, square) = self.ledger.sampler.moments(Linear(), use.delta, (use.a,), None, self.total)
             self.ledger.add_square(name, len(use.delta), square, ctx.outer)
             return gradient
         self.enter(weight, len(use.delta), use, ctx)

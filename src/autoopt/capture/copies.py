@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from autoopt.capture.ledger import Ledger, second_moment, sources
+from autoopt.capture.ledger import Ledger, sources
 from autoopt.moments import Contributions
 
 Sole = Callable[[Tensor], bool]
@@ -45,8 +45,9 @@ class Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, c: Tensor) -> tuple[Tensor, None, None, None]:
         def contributions(rows: slice) -> Tensor:
-            alone = c.new_zeros(rows.stop - rows.start, *c.shape)
-            alone[range(len(alone)), range(rows.start, rows.stop)] = c[rows]
+            samples = range(len(c))[rows]
+            alone = c.new_zeros(len(samples), *c.shape)
+            alone[range(len(alone)), samples] = c[rows]
             return alone.flatten(1, 2)
 
         once(ctx)
@@ -75,7 +76,7 @@ def enter(
     if not isinstance(derived, nn.Parameter) or derived not in ledger.names:
         ledger.add_derived(derived, samples, contributions, sole=sole, outer=outer)
     elif sole:
-        square = second_moment([contributions], samples, derived, ledger.total)
+        square = ledger.second_moment([contributions], samples, derived)
         ledger.add_square(ledger.names[derived], samples, square, outer)
     else:
         ledger.add(ledger.names[derived], samples, contributions, outer)

@@ -59,13 +59,15 @@ class Observe(torch.autograd.Function):
                 site.closed(ctx)
         weight, *rest = ctx.saved_tensors
         kept = tuple(rest)
-        dx = operation.input_gradient(dy, kept, weight) if needs_x else None
-        dw = w2 = db = b2 = None
+        weight = weight if needs_x else None
+        dx = dw = w2 = db = b2 = None
         if needs_weight and site.books("weight", ctx.fold):
-            dw = operation.weight_gradient(dy, kept)
+            dx, dw = operation.gradients(dy, kept, weight)
             site.book("weight", operation.weight_use(dy, kept), rows, ctx)
         elif needs_weight or observes_weight:
-            dw, w2 = operation.weight_moments(dy, kept, site.total)
+            dx, (dw, w2) = site.ledger.sampler.moments(operation, dy, kept, weight, site.total)
+        elif needs_x:
+            dx = operation.input_gradient(dy, kept, weight)
         if needs_bias and site.books("bias", ctx.fold):
             contributions = operation.bias_contributions(dy)
             db = contributions.sum(0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autoopt.capture.audit import Audit
 from autoopt.capture.current import Pass, executes
+from autoopt.capture.sampled import Sampler
 from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
 
 
@@ -26,10 +27,11 @@ class Ledger:
     Args:
         current: the pass that the sites share.
         total: only the total of Σ_i c_i² is asked for.
+        exact: look at every sample, whatever it costs.
     """
 
-    def __init__(self, current: Pass, *, total: bool) -> None:
-        self.current, self.total = current, total
+    def __init__(self, current: Pass, *, total: bool, exact: bool = True) -> None:
+        self.current, self.total, self.sampler = current, total, Sampler(exact=exact)
         self.parameters: dict[str, nn.Parameter] = {}  # all that may be entered
         self.names: dict[nn.Parameter, str] = {}
         self.gathered: dict[str, nn.Parameter] = {}  # what stands for a sharded parameter while its module runs
@@ -92,7 +94,9 @@ class Ledger:
         if not names:
             return
         parameters = [self.used(name) for name in names]
-        pulled = (pull_back(derived, parameters, contributions(rows)) for rows in slices(samples, derived))
+        some = self.sampler.choose(samples, derived.numel(), derived.device) if sole else None
+        parts = slices(samples, derived) if some is None else [some.rows]
+        pulled = (pull_back(derived, parameters, contributions(rows)) for rows in parts)
         if sole:
             squares: dict[str, Tensor] = {}
             for part in pulled:
@@ -100,7 +104,7 @@ class Ledger:
                     if c is not None:
                         squares[name] = squares.get(name, 0) + _square(c, self.total)
             for name, square in squares.items():
-                self.add_square(name, samples, square, outer)
+                self.add_square(name, samples, square if some is None else square * some.share, outer)
             return
         for name, *parts in zip(names, *pulled, strict=True):
             if parts[0] is not None:
@@ -113,8 +117,15 @@ class Ledger:
             if self.current.group is None:  # else the gradients are averages over ranks
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
-                square = second_moment(entered, self._rows, self.parameters[name], self.total)
-                self.book(name, self._rows, square)
+                self.book(name, self._rows, self.second_moment(entered, self._rows, self.parameters[name]))
+
+    def second_moment(self, uses: Sequence[Contributions], samples: int, parameter: Tensor) -> Tensor:
+        """Σ_i c_i² with c_i = Σ over the uses, of all samples or by those that are looked at."""
+        some = self.sampler.choose(samples, parameter.numel(), parameter.device)
+        if some is None:
+            return second_moment(uses, samples, parameter, self.total)
+        theirs = [restricted(use, some.rows) for use in uses]
+        return second_moment(theirs, some.count, parameter, self.total) * some.share
 
     def clear(self) -> None:
         """Forget everything."""
@@ -178,6 +189,19 @@ def second_moment(uses: Sequence[Contributions], samples: int, parameter: Tensor
             c = c + use(rows)
         square += _square(c, total)
     return square
+
+
+def restricted(use: Contributions, rows: slice) -> Contributions:
+    """What some samples add, numbered anew."""
+    if isinstance(use, Product):
+        return use.of(rows)
+    samples = range(rows.start, rows.stop, rows.step)
+
+    def contributions(part: slice) -> Tensor:
+        chosen = samples[part]
+        return use(slice(chosen.start, chosen.stop, chosen.step))
+
+    return contributions
 
 
 def _square(contributions: Tensor, total: bool) -> Tensor:

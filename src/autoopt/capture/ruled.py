@@ -52,14 +52,17 @@ class Ruled(torch.autograd.Function):
         weight, *rest = ctx.saved_tensors
         kept = tuple(rest)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[4:]
-        dx = operation.input_gradient(dy, kept, weight) if needs_x else None
-        dw = db = None
+        weight = weight if needs_x else None
+        dx = dw = db = None
         if needs_weight and known.weight in ledger.names and ctx.sole(known.weight):
-            dw, square = operation.weight_moments(dy, kept, ledger.total)
+            dx, (dw, square) = ledger.sampler.moments(operation, dy, kept, weight, ledger.total)
             ledger.add_square(ledger.names[known.weight], len(dy), square, ctx.outer)
         elif needs_weight:
-            dw, use = operation.weight_gradient(dy, kept), operation.weight_use(dy, kept)
+            dx, dw = operation.gradients(dy, kept, weight)
+            use = operation.weight_use(dy, kept)
             enter(ledger, known.weight, len(dy), use, ctx.outer, sole=ctx.sole(known.weight))
+        elif needs_x:
+            dx = operation.input_gradient(dy, kept, weight)
         if needs_bias:
             c = operation.bias_contributions(dy)
             db = c.sum(0)

@@ -212,4 +212,11 @@ class Site:
 
 def folded(contributions: Contributions, fold: int) -> Contributions:
     """The contributions of samples that are `fold` consecutive rows each."""
-    return lambda rows: contributions(slice(fold * rows.start, fold * rows.stop)).unflatten(0, (-1, fold)).sum(1)
+
+    def of(rows: slice) -> Tensor:
+        if rows.step in (None, 1):
+            return contributions(slice(fold * rows.start, fold * rows.stop)).unflatten(0, (-1, fold)).sum(1)
+        starts = range(fold * rows.start, fold * rows.stop, fold * rows.step)
+        return torch.stack([contributions(slice(start, start + fold)).sum(0) for start in starts])
+
+    return of

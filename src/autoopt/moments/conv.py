@@ -45,6 +45,15 @@ class Conv(Operation):
             return self._in_tiles(dy, x, total)
         return self._one_by_one(dy, x, shape, total)
 
+    def each(self, dy: Tensor, kept: tuple[Tensor, ...]) -> int:
+        (x,) = kept
+        return self._each(dy, x, self._by_row(self._shape(dy, x)))
+
+    def gradients(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        if weight is None:
+            return None, self.weight_gradient(dy, kept)
+        return self._backward(dy, kept[0], weight, (True, True, False))[:2]
+
     def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         (x,) = kept
         return self._backward(dy, x, x.new_empty(self._shape(dy, x)), (False, True, False))[1]
@@ -74,7 +83,7 @@ class Conv(Operation):
 
     def _one_by_one(self, dy: Tensor, x: Tensor, shape: tuple[int, ...], total: bool) -> Moments:
         delta = dy.flatten(2).unflatten(1, (self.groups, -1))  # (samples, groups, out/groups, positions)
-        by_row = self.stride[0] == 1 and math.prod(shape[1:]) >= WIDE * self.kernel[0]
+        by_row = self._by_row(shape)
         moments_of = self._by_kernel_row if by_row else self._at_once
         parts = in_parts(self._at_a_time(dy, x, by_row), delta, x)
         gradient, square = added(moments_of(d, a, dy.shape[2], total) for d, a in parts)
@@ -88,12 +97,19 @@ class Conv(Operation):
         """That of the weight."""
         return dy.shape[1], x.shape[1] // self.groups, *self.kernel
 
+    def _by_row(self, shape: tuple[int, ...]) -> bool:
+        """Whether c_i are formed for one row of the kernel after the other."""
+        return self.stride[0] == 1 and math.prod(shape[1:]) >= WIDE * self.kernel[0]
+
     def _at_a_time(self, dy: Tensor, x: Tensor, by_row: bool = False) -> int:
-        """How many samples' windows and contributions may be held; by rows of the kernel these are of one row."""
+        """How many samples' windows and contributions may be held."""
+        return max(1, chunk(x.device) // self._each(dy, x, by_row))
+
+    def _each(self, dy: Tensor, x: Tensor, by_row: bool) -> int:
+        """Elements of a sample's windows or contributions; by rows of the kernel these are of one row."""
         rows = x.shape[2] + 2 * self.padding[0] if by_row else dy.shape[2] * self.kernel[0]
         windows = x.shape[1] * rows * math.prod(dy.shape[3:]) * math.prod(self.kernel[1:])
-        contributions = math.prod(self._shape(dy, x)) // (self.kernel[0] if by_row else 1)
-        return max(1, chunk(x.device) // max(windows, contributions))
+        return max(windows, math.prod(self._shape(dy, x)) // (self.kernel[0] if by_row else 1))
 
     def _at_once(self, delta: Tensor, x: Tensor, height: int, total: bool) -> Moments:
         return of_each(product(delta, self.columns(x).mT), total)
@@ -178,6 +194,10 @@ class ConvTranspose(Operation):
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         conv, image = self._image(dy)
         return conv.weight_moments(kept[0], (image,), total)
+
+    def each(self, dy: Tensor, kept: tuple[Tensor, ...]) -> int:
+        conv, image = self._image(dy)
+        return conv.each(kept[0], (image,))
 
     def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         conv, image = self._image(dy)

@@ -64,6 +64,14 @@ class Operation(ABC):
         """`weight_contributions`, to be asked for a few samples at a time."""
         return lambda rows: self.weight_contributions(dy[rows], self.select(kept, rows))
 
+    def each(self, dy: Tensor, kept: tuple[Tensor, ...]) -> int:
+        """How many elements a sample's c_i of the weight take while they are formed; 0: they are not, or are few."""
+        return 0
+
+    def gradients(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Those with respect to x, unless there is no `weight` to have it from, and to the weight."""
+        return None if weight is None else self.input_gradient(dy, kept, weight), self.weight_gradient(dy, kept)
+
     def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         """Σ_i c_i of the weight."""
         return self.weight_contributions(dy, kept).sum(0)

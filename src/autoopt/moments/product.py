@@ -36,6 +36,10 @@ class Product:
     def __call__(self, rows: slice) -> Tensor:
         return product(self.delta[rows].mT, self.a[rows])
 
+    def of(self, rows: slice) -> "Product":
+        """The contributions of some samples alone."""
+        return Product(self.delta[rows], self.a[rows])
+
     def gradient(self) -> Tensor:
         """Σ_i c_i."""
         delta, a = self.delta, self.a

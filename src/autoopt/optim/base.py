@@ -58,6 +58,9 @@ class AutoOptimizer(Optimizer, ABC):
             (and ranks), which leaves the model's classes alone and is less exact.
         measure_every: measure the noise at the first k steps and then at every k-th one. The passes of the steps
             between cost what they cost without this library, and those steps go by the noise measured last.
+        exact: look at every sample of the batch everywhere. Else convolutions and layers over sequences, which would
+            take longer for that than for their gradients, look at some: see `autoopt.capture.sampled`. rule="paper"
+            always looks at all.
         weight_decay: coupled, added to the gradient, or decoupled as in AdamW.
         decoupled_weight_decay: shrink the weights at each step instead, by this share of the step: of the rate α
             (rule="paper") or of the step relative to the weights (rule="robust").
@@ -72,6 +75,7 @@ class AutoOptimizer(Optimizer, ABC):
     corrected = False  # whether the metric has the factor 1 - β^t of eq. Hessian_Adam
     metric_options: tuple[str, ...] = ()  # what a group may set, besides `Shared`
     smoothing: float  # υ of rule="paper" where the user gives none
+    exact = False  # whether the metric needs every sample
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class AutoOptimizer(Optimizer, ABC):
         average: bool = True,
         spread: str = "samples",
         measure_every: int = 1,
+        exact: bool = False,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
         granularity: str = "tensor",
@@ -96,7 +101,7 @@ class AutoOptimizer(Optimizer, ABC):
                 f"{''.join(f', {name}' for name in self.metric_options)}."
             )
         options = {
-            "lr": lr, "rule": rule, "average": average, "spread": spread, "measure_every": measure_every,
+            "lr": lr, "rule": rule, "average": average, "spread": spread, "measure_every": measure_every, "exact": exact,
             "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay, "granularity": granularity,
             "smoothing": self.smoothing if smoothing is None else smoothing, "start": start, **metric,
         }  # fmt: skip
@@ -156,6 +161,7 @@ class AutoOptimizer(Optimizer, ABC):
         self._now.buckets = self._now.running = None
         self._now.steps = 0  # what is new has nothing measured yet
         self._plan_step()
+        self._plan_samples()
 
     def _named(self, entry: Any, number: int) -> tuple[str, nn.Parameter]:
         """The parameter with its name in the model; without a model, the user's name for it or its number."""
@@ -243,6 +249,12 @@ class AutoOptimizer(Optimizer, ABC):
         every, steps = [group["measure_every"] for group in self.param_groups], self._now.steps
         if self._now.source is not None:
             self._now.source.current.resting = all(k > 1 and steps >= k and steps % k != 0 for k in every)
+
+    def _plan_samples(self) -> None:
+        """Say whether every sample is looked at: where any group needs it."""
+        if isinstance(self._now.source, Capture):
+            wanted = any(group["exact"] or group["rule"] == "paper" for group in self.param_groups)
+            self._now.source.exact = self.exact or wanted
 
     @abstractmethod
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None:
@@ -366,6 +378,7 @@ class AutoOptimizer(Optimizer, ABC):
             self._observe_passes()  # the names may be others now
         self._now.steps = max(group.pop("steps", 0) for group in self.param_groups)
         self._plan_step()
+        self._plan_samples()
 
     # What was chosen, and the tie to the model.
 

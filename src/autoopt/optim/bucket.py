@@ -19,6 +19,7 @@ from autoopt.capture import sharded, total
 
 ROW = 512
 PATTERNS = 64  # of missing gradients to remember
+RUN = 64  # rows that are summed up one after the other
 AVERAGE = "average"  # the buffer that holds the average of the weights, and so starts with them
 HELD = "held"  # the statistic that holds the last V̂ measured, for the steps that measure none
 STATISTICS = torch.float64  # a handful of numbers per unit, whose differences matter
@@ -64,7 +65,8 @@ class Bucket:
         self.unit_of_tensor = unit_of.to(self.device)
         self.tensor_of_row = tensor_of.to(self.device)
         self.unit_of_row = unit_of[tensor_of].to(self.device)
-        self.rows_per_unit = torch.bincount(unit_of[tensor_of], minlength=len(units)).to(self.device)
+        rows_per_unit = torch.bincount(unit_of[tensor_of], minlength=len(units))
+        self.runs = [lengths.to(self.device) for lengths in _runs(rows_per_unit)]
         elements = torch.tensor([float(p.numel()) for p in self.params], dtype=STATISTICS)
         self.elements = torch.zeros(len(units), dtype=STATISTICS).index_add(0, unit_of, elements).to(self.device)
         self.tensors_per_unit = torch.bincount(unit_of, minlength=len(units)).to(self.device)
@@ -154,8 +156,10 @@ class Bucket:
     def sums_here(self, matrices: Iterable[Tensor]) -> Tensor:
         """The sum over those elements that lie on this rank."""
         columns = [matrix.sum(1) for matrix in matrices]
-        rows = (torch.stack(columns, 1) if len(columns) > 1 else columns[0].unsqueeze(1)).to(STATISTICS)
-        return torch.segment_reduce(rows, "sum", lengths=self.rows_per_unit, unsafe=True).T
+        sums = (torch.stack(columns, 1) if len(columns) > 1 else columns[0].unsqueeze(1)).to(STATISTICS)
+        for lengths in self.runs:
+            sums = torch.segment_reduce(sums, "sum", lengths=lengths, unsafe=True)
+        return sums.T
 
     def sum(self, matrix: Tensor) -> Tensor:
         """The sum of one matrix."""
@@ -201,6 +205,19 @@ class Bucket:
                 self._present.clear()
             self._present[pattern] = torch.tensor(pattern).to(self.device)
         return self._present[pattern]
+
+
+def _runs(lengths: Tensor) -> list[Tensor]:
+    """How many rows to sum up, and how many of those sums, ..., until there is one for each unit.
+
+    A GPU sums up each run by one thread, so that none may be long.
+    """
+    runs = []
+    while lengths.numel() and int(lengths.max()) > RUN:
+        pieces = [[RUN] * (length // RUN) + [length % RUN] * bool(length % RUN) for length in lengths.tolist()]
+        runs.append(torch.tensor([piece for some in pieces for piece in some]))
+        lengths = torch.tensor([len(some) for some in pieces])
+    return [*runs, lengths]
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

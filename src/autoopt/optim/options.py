@@ -22,6 +22,7 @@ class Shared(TypedDict, total=False):
     average: bool
     spread: str
     measure_every: int
+    exact: bool
     weight_decay: float
     decoupled_weight_decay: bool
     granularity: str
@@ -82,4 +83,5 @@ def check(options: dict[str, Any]) -> None:
     choice("rule", options["rule"], RULES)
     choice("granularity", options["granularity"], GRANULARITIES)
     flag("average", options["average"])
+    flag("exact", options["exact"])
     flag("decoupled_weight_decay", options["decoupled_weight_decay"])

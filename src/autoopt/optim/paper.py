@@ -21,7 +21,8 @@ class Paper:
         return {"gamma": group["start"], "carry": 1.0}
 
     def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
-        solved = torch.stack(oracle.solve(products.variance, products.gg, products.gm, products.mm), 1)
+        variance = products.variance.clamp_min(0)  # rounding
+        solved = torch.stack(oracle.solve(variance, products.gg, products.gm, products.mm), 1)
         smooth = oracle.smooth(bucket.statistics["gamma"], solved, group["smoothing"])
         gamma1, gamma2 = bucket.keep("gamma", products.measured, smooth).unbind(1)
         bucket.keep("carry", products.live, bucket.statistics["carry"] * gamma2 / (1 - gamma1))

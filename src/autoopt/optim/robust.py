@@ -30,7 +30,7 @@ class Robust:
         known, live = bucket.statistics, products.live
         age = known["age"]  # steps before this one
         spread, whole = _corrected(known["variance"], known["measured"]), _corrected(known["gradient"], age)
-        noise = torch.where(known["measured"] > 0, spread, whole)  # no spread seen: all of it may be noise
+        noise = torch.where(known["measured"] > 0, spread.clamp_min(0), whole)  # no spread seen: all may be noise
         correction = 1 - known["carry"]  # u started at zero, and so did the alignment
         estimate = products.gm / correction
         aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)

@@ -95,7 +95,7 @@ def _products(
     square, samples = of_samples
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
     measured = live & (samples > 1) & (gg > 0)
-    bucket.keep("noise", measured, variance / raw_gg)
+    bucket.keep("noise", measured, variance.clamp_min(0) / raw_gg)
     if HELD in bucket.statistics:
         bucket.keep(HELD, measured, variance)
     return Products(gg, gm, mm, variance, live, measured)

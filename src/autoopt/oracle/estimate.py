@@ -13,14 +13,15 @@ def variance(square: Tensor, gradient_square: Tensor, samples: Tensor) -> Tensor
 
         V̂ = N/(N-1) · ( Σ_i <c_i, c_i> - <g, g>/N ),
 
-    which needs neither the loss reduction nor the single gradients. The true value is never negative; rounding may be.
+    which needs neither the loss reduction nor the single gradients. The true value is never negative; one that is rounded,
+    or estimated from some of the samples, may be.
 
     Args:
         square: Σ_i <c_i, c_i>.
         gradient_square: <g, g>.
         samples: N. Where N = 1 there is no spread, and the result is not a number.
     """
-    return (samples / (samples - 1)) * (square - gradient_square / samples).clamp_min(0)
+    return (samples / (samples - 1)) * (square - gradient_square / samples)
 
 
 def solve(variance: Tensor, gg: Tensor, gm: Tensor, mm: Tensor) -> tuple[Tensor, Tensor]:

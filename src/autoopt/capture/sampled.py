@@ -1,0 +1,54 @@
+"""Which samples are looked at, where to look at all of them would cost more than the backward pass itself.
+
+Most layers give Σ_i c_i² of the whole batch for little. Convolutions, and linear layers over positions, have to form the
+contribution of each sample, as large as the weight, only to square it. So, unless all are asked for, as many samples are
+looked at there as fit into a small room, and at least one. They are evenly spaced: in a batch of random order these are
+as good as any, so that N/m times the sum over the m is an unbiased estimate of the sum over all. The choice depends on
+nothing but the sizes, so that a run that is resumed, or skips a step, looks at the samples that it would have looked at.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoopt.moments import Moments, Operation
+
+CPU_ROOM, GPU_ROOM = 1 << 18, 1 << 22  # elements: formed and squared in a small part of a backward pass
+
+
+class Some(NamedTuple):
+    """Some of the samples."""
+
+    rows: slice
+    count: int
+    share: float  # N/m: how many samples each of them stands for
+
+
+class Sampler:
+    """The choice of samples; `exact` looks at all."""
+
+    def __init__(self, *, exact: bool) -> None:
+        self.exact = exact
+
+    def choose(self, samples: int, each: int, device: torch.device) -> Some | None:
+        """Those to look at, where one takes so many elements; None: all of them."""
+        room = CPU_ROOM if device.type == "cpu" else GPU_ROOM
+        if self.exact or samples * each <= room:
+            return None
+        stride = -(-samples // max(1, room // each))
+        first = (stride - 1) // 2
+        count = -(-(samples - first) // stride)
+        return Some(slice(first, samples, stride), count, samples / count)
+
+    def moments(
+        self, operation: Operation, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor | None, total: bool
+    ) -> tuple[Tensor | None, Moments]:
+        """The gradient of the input (where there is a `weight` to have it from), and the moments of the weight."""
+        some = self.choose(len(dy), operation.each(dy, kept), dy.device)
+        if some is None:
+            dx = None if weight is None else operation.input_gradient(dy, kept, weight)
+            return dx, operation.weight_moments(dy, kept, total)
+        dx, dw = operation.gradients(dy, kept, weight)
+        square = operation.weight_moments(dy[some.rows], operation.select(kept, some.rows), total).square
+        return dx, Moments(dw, square * some.share)
