@@ -65,8 +65,10 @@ class Bucket:
         self.unit_of_tensor = unit_of.to(self.device)
         self.tensor_of_row = tensor_of.to(self.device)
         self.unit_of_row = unit_of[tensor_of].to(self.device)
-        rows_per_unit = torch.bincount(unit_of[tensor_of], minlength=len(units))
-        self.runs = [lengths.to(self.device) for lengths in _runs(rows_per_unit)]
+        rows_per_unit = [0] * len(units)
+        for unit, count in zip(self.units, rows, strict=True):
+            rows_per_unit[unit] += count
+        self.runs = [torch.tensor(lengths).to(self.device) for lengths in _runs(rows_per_unit)]
         elements = torch.tensor([float(p.numel()) for p in self.params], dtype=STATISTICS)
         self.elements = torch.zeros(len(units), dtype=STATISTICS).index_add(0, unit_of, elements).to(self.device)
         self.tensors_per_unit = torch.bincount(unit_of, minlength=len(units)).to(self.device)
@@ -207,16 +209,16 @@ class Bucket:
         return self._present[pattern]
 
 
-def _runs(lengths: Tensor) -> list[Tensor]:
+def _runs(lengths: list[int]) -> list[list[int]]:
     """How many rows to sum up, and how many of those sums, ..., until there is one for each unit.
 
     A GPU sums up each run by one thread, so that none may be long.
     """
     runs = []
-    while lengths.numel() and int(lengths.max()) > RUN:
-        pieces = [[RUN] * (length // RUN) + [length % RUN] * bool(length % RUN) for length in lengths.tolist()]
-        runs.append(torch.tensor([piece for some in pieces for piece in some]))
-        lengths = torch.tensor([len(some) for some in pieces])
+    while max(lengths) > RUN:
+        pieces = [[RUN] * (length // RUN) + ([length % RUN] if length % RUN else []) for length in lengths]
+        runs.append([piece for some in pieces for piece in some])
+        lengths = [len(some) for some in pieces]
     return [*runs, lengths]
 
 
