@@ -1,4 +1,4 @@
-"""Where not every sample is looked at, the second moment is an unbiased estimate, and the gradient what it always is."""
+"""Where not every sample is looked at, Σ c_i² is an unbiased estimate, and the gradient what it always is."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def test_choice(samples: int, each: int, exact: bool) -> None:
         assert exact or samples * each <= sampled.CPU_ROOM
         return
     rows = range(samples)[some.rows]
-    assert len(rows) == some.count >= 1
-    assert some.count == 1 or some.count * each <= sampled.CPU_ROOM
-    assert some.count * some.share == pytest.approx(samples)
+    assert len(rows) == some.number >= 1
+    assert some.number == 1 or some.number * each <= sampled.CPU_ROOM
+    assert some.number * some.share == pytest.approx(samples)
 
 
 def spread_of(make: Any, model: nn.Module, **options: Any) -> bool:

@@ -125,7 +125,7 @@ class Ledger:
         if some is None:
             return second_moment(uses, samples, parameter, self.total)
         theirs = [restricted(use, some.rows) for use in uses]
-        return second_moment(theirs, some.count, parameter, self.total) * some.share
+        return second_moment(theirs, some.number, parameter, self.total) * some.share
 
     def clear(self) -> None:
         """Forget everything."""

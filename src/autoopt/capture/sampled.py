@@ -1,10 +1,10 @@
 """Which samples are looked at, where to look at all of them would cost more than the backward pass itself.
 
-Most layers give Σ_i c_i² of the whole batch for little. Convolutions, and linear layers over positions, have to form the
-contribution of each sample, as large as the weight, only to square it. So, unless all are asked for, as many samples are
-looked at there as fit into a small room, and at least one. They are evenly spaced: in a batch of random order these are
-as good as any, so that N/m times the sum over the m is an unbiased estimate of the sum over all. The choice depends on
-nothing but the sizes, so that a run that is resumed, or skips a step, looks at the samples that it would have looked at.
+Most layers give Σ_i c_i² of the whole batch for little. Convolutions, and linear layers over positions, have to form
+the contribution of each sample, as large as the weight, only to square it. So, unless all are asked for, they look at
+as many samples as fit into a small room, at least one. These are evenly spaced: in a batch of random order they are as
+good as any, so that N/m times the sum over the m is an unbiased estimate of the sum over all. The choice depends on
+nothing but sizes, so that a run that is resumed, or skips a step, looks at the samples it would have looked at.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Some(NamedTuple):
     """Some of the samples."""
 
     rows: slice
-    count: int
+    number: int
     share: float  # N/m: how many samples each of them stands for
 
 
@@ -38,8 +38,8 @@ class Sampler:
             return None
         stride = -(-samples // max(1, room // each))
         first = (stride - 1) // 2
-        count = -(-(samples - first) // stride)
-        return Some(slice(first, samples, stride), count, samples / count)
+        number = -(-(samples - first) // stride)
+        return Some(slice(first, samples, stride), number, samples / number)
 
     def moments(
         self, operation: Operation, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor | None, total: bool

@@ -215,7 +215,8 @@ def folded(contributions: Contributions, fold: int) -> Contributions:
 
     def of(rows: slice) -> Tensor:
         if rows.step in (None, 1):
-            return contributions(slice(fold * rows.start, fold * rows.stop)).unflatten(0, (-1, fold)).sum(1)
+            together: Tensor = contributions(slice(fold * rows.start, fold * rows.stop)).unflatten(0, (-1, fold))
+            return together.sum(1)
         starts = range(fold * rows.start, fold * rows.stop, fold * rows.step)
         return torch.stack([contributions(slice(start, start + fold)).sum(0) for start in starts])
 

@@ -101,9 +101,10 @@ class AutoOptimizer(Optimizer, ABC):
                 f"{''.join(f', {name}' for name in self.metric_options)}."
             )
         options = {
-            "lr": lr, "rule": rule, "average": average, "spread": spread, "measure_every": measure_every, "exact": exact,
-            "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay, "granularity": granularity,
-            "smoothing": self.smoothing if smoothing is None else smoothing, "start": start, **metric,
+            "lr": lr, "rule": rule, "average": average, "spread": spread, "measure_every": measure_every,
+            "exact": exact, "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay,
+            "granularity": granularity, "smoothing": self.smoothing if smoothing is None else smoothing, "start": start,
+            **metric,
         }  # fmt: skip
         choice("spread", spread, SPREADS)
         self._now = Now()

@@ -13,8 +13,8 @@ def variance(square: Tensor, gradient_square: Tensor, samples: Tensor) -> Tensor
 
         V̂ = N/(N-1) · ( Σ_i <c_i, c_i> - <g, g>/N ),
 
-    which needs neither the loss reduction nor the single gradients. The true value is never negative; one that is rounded,
-    or estimated from some of the samples, may be.
+    which needs neither the loss reduction nor the single gradients. The true value is never negative; one that is
+    rounded, or estimated from some of the samples, may be.
 
     Args:
         square: Σ_i <c_i, c_i>.
