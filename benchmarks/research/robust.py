@@ -31,13 +31,14 @@ class Robust:
         threshold: n is halved at every step in which the alignment exceeds this share of V; 0: never.
         unusual: or this many times its own root mean square over the last hundred steps.
         window: the newest weights' share of the average is (window + 1)/(n + window).
+        growth: |w| counts at most so many times what it was at the start.
         clip: no step is longer than ρ|w|: the size of this very direction counts where it exceeds the mean.
     """
 
     def __init__(
         self, weights: list[Tensor], metric: str = "sgd", *, cap: float = 0.008, c: float = 0.2, warm: int = 100,
         beta: float = 0.9, threshold: float = 0.3, unusual: float = 1.0, window: float = 4.0, clip: bool = False,
-        floor: float = 0.05,
+        floor: float = 0.05, growth: float = 2.0,
     ) -> None:  # fmt: skip
         self.weights, self.metric, self.cap, self.c, self.warm, self.beta = weights, metric, cap, c, warm, beta
         self.threshold, self.unusual, self.window, self.clip = threshold, unusual, window, clip
@@ -46,6 +47,7 @@ class Robust:
         self.squares = [torch.zeros_like(w) for w in weights] if metric != "sgd" else []
         self.averages = [w.clone() for w in weights]
         self.smallest = floor * torch.tensor([w[0].numel() ** 0.5 for w in weights])
+        self.largest = growth * torch.maximum(torch.stack([total(w * w) for w in weights], 1).sqrt(), self.smallest)
         start = weights[0].new_zeros(len(weights[0]), len(weights))
         self.energy, self.noise, self.alignment, self.count = start, start, start, start[:, :1]
         self.usual = start  # mean square of <g,u>
@@ -105,5 +107,6 @@ class Robust:
         energy = self.energy / (1 - 0.99**t)
         energy = torch.maximum(energy, size) if self.clip else energy
         ratio = (self.c / self.count.sqrt()).clamp_max(self.cap) * min(1.0, t / self.warm)  # ρ
-        rate = ratio * torch.maximum(norm.sqrt(), self.smallest) / (energy.sqrt() + TINY)
+        bounded = torch.minimum(torch.maximum(norm.sqrt(), self.smallest), self.largest)
+        rate = ratio * bounded / (energy.sqrt() + TINY)
         return rate, ((self.window + 1) / (self.count + self.window)).clamp_max(1)

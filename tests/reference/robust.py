@@ -35,6 +35,7 @@ class _Tensor:
     def __init__(self, weight: Tensor, metric: str) -> None:
         self.weight = weight.detach().double().clone()
         self.average = self.weight.clone()
+        self.start = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         self.metric = metric
         self.estimate = torch.zeros_like(self.weight)
         self.square = torch.zeros_like(self.weight)
@@ -70,6 +71,7 @@ class _Tensor:
         self.sizes.append((d * d).sum().item())
         ratio = min(0.008, 0.2 / max(count, 1) ** 0.5) * min(1, self.t / 100)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
+        length = min(length, 2 * self.start)
         self.rate = ratio * length / recent(self.sizes) ** 0.5
         self.weight = self.weight - self.rate * d
         newest = 5 / (max(count, 1) + 4)

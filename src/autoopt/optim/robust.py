@@ -19,6 +19,7 @@ class Robust:
         return {
             "carry": 1.0,
             "age": 0.0,  # t
+            "start": 0.0,  # |w|² before the first step
             "size": 0.0,  # average of |d|²
             "gradient": 0.0,  # average of <g,g>
             "variance": 0.0, "measured": 0.0,  # average of V̂, and over how many steps
@@ -52,10 +53,11 @@ class Robust:
         known, correction = bucket.statistics, 1 - bucket.statistics["carry"]
         size, square = bucket.sums(direction.square(), weights.square())
         age = bucket.keep("age", live, known["age"] + 1)
+        start = bucket.keep("start", live & (age == 1), square)
         average = bucket.keep("size", live, _smooth(known["size"], size / correction**2))
         ratio = relative.relative_step(known["count"], age)
         smallest = torch.finfo(bucket.compute).tiny
-        rate = relative.rate(ratio, square, bucket.elements, _corrected(average, age), smallest)
+        rate = relative.rate(ratio, square, start, bucket.elements, _corrected(average, age), smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
 
     def chosen(self, bucket: Bucket) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ LARGEST = 0.008  # relative step that no tensor exceeds
 DECAY = 0.2  # the relative step after n steps is at most DECAY/√n
 WARM_UP = 100  # steps over which the relative step rises to its size
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least: biases start at zero
+GROWTH = 2  # and at most so many times what it had at the start: noise makes weights grow, and must not feed on that
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
 STEADY = 0.3  # alignment over noise from which on the weights travel: six deviations of the noise along one direction
 FIRST = 10  # steps before anything is said of that
@@ -29,19 +30,24 @@ def relative_step(count: Tensor, age: Tensor) -> Tensor:
     return (DECAY * count.clamp_min(1).rsqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)
 
 
-def rate(ratio: Tensor, weights: Tensor, elements: Tensor, size: Tensor, smallest: float) -> Tensor:
-    """α such that the step α·d has the length ρ·|w|, with |w| at least that of FLOOR in every element.
+def rate(ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: Tensor, smallest: float) -> Tensor:
+    """α such that the step α·d has the length ρ·|w|, with |w| kept between two bounds.
+
+    |w| is taken to be at least that of FLOOR in every element, and at most GROWTH times what it was at the start.
 
     It is zero where the direction is so short that its squares were lost to rounding, and with them its length.
 
     Args:
         ratio: ρ.
         weights: |w|².
+        start: |w|² before the first step.
         elements: how many there are.
         size: the mean square length of the direction d over the last steps.
         smallest: the square of an element that is still exact.
     """
-    alpha = ratio * torch.maximum(weights, FLOOR**2 * elements).sqrt() / size.sqrt()
+    least = FLOOR**2 * elements
+    bounded = torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least))
+    alpha = ratio * bounded.sqrt() / size.sqrt()
     return torch.where(size > smallest * elements, alpha, 0.0)
 
 

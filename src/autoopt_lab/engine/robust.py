@@ -21,6 +21,7 @@ LARGEST = 0.008  # relative step ρ
 DECAY = 0.2  # ρ after n steps is at most DECAY/√n
 WARM_UP = 100  # steps
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
+GROWTH = 2  # and at most so many times that of its start
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
 STEADY = 0.3  # alignment over noise from which on the weights travel
 FIRST = 10  # steps before anything is said of that
@@ -45,6 +46,7 @@ class Robust(Automatic):
             "noise": zero,
             "alignment": zero,
             "usual": zero,  # average of <g,u>²
+            "start": self.layout.total(weights * weights),  # |w|² before the first step
             "rate": zero,  # α
             **self.metric.start(weights),
         }
@@ -63,7 +65,7 @@ class Robust(Automatic):
         estimate = MOMENTUM * state["estimate"] + (1 - MOMENTUM) * gradient
         direction = divided(estimate, h) / spread(1 - momentum_power)  # u started at zero
         size = _smooth(state["size"], total(direction * direction))
-        rate = self._rate(count, age, total(weights * weights), size / (1 - smoothing_power))
+        rate = self._rate(count, age, total(weights * weights), state["start"], size / (1 - smoothing_power))
         moved = weights - self.option["lr"] * spread(rate) * direction
         newest = (WINDOW + 1) / (count.clamp_min(1) + WINDOW)
         new |= {
@@ -114,11 +116,12 @@ class Robust(Automatic):
             total = total + ratio[:, tensor : tensor + 1]
         return total / known.sum(1, keepdim=True).clamp_min(1)
 
-    def _rate(self, count: Tensor, age: Tensor, weights: Tensor, size: Tensor) -> Tensor:
+    def _rate(self, count: Tensor, age: Tensor, weights: Tensor, start: Tensor, size: Tensor) -> Tensor:
         """α such that the step has the length ρ |w|."""
         ratio = (DECAY / count.clamp_min(1).sqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)
         least = FLOOR**2 * self.layout.elements.to(weights.dtype)
-        return ratio * torch.maximum(weights, least).sqrt() / size.sqrt()
+        bounded = torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least))
+        return ratio * bounded.sqrt() / size.sqrt()
 
 
 def _smooth(average: Tensor, value: Tensor) -> Tensor:
