@@ -1,10 +1,11 @@
 """Research: rule="robust" on the paper's CNNs for every N, on shifted labels, and with its constants changed.
 
-    python3 benchmarks/research/cells.py --data DIR --out FILE [--minutes 5] [--device cpu --small]
+    python3 benchmarks/research/cells.py --data DIR --out FILE --stage 2 [--minutes 5] [--device cpu --small]
 
-Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, the rule as it is with
-five seeds and every change of a constant with two, side by side; a shift of labels at half time at N = 128. One line of
-JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so several train at once, on streams of their own.
+Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
+half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2: four
+bounds of |w| with five seeds each. One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so
+several train at once, on streams of their own.
 """
 
 import argparse
@@ -28,8 +29,8 @@ from autoopt_lab.engine.train import Chunk, make_backend
 from autoopt_lab.tasks import Data, cifar10, digits, mnist
 
 TASKS = {"mnist": mnist, "cifar10": cifar10, "digits": digits}
-CONSTANTS = {name: getattr(robust, name) for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW")}
-VARIANTS: dict[str, dict[str, float]] = {
+CONSTANTS = {name: getattr(robust, name) for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW", "GROWTH")}
+FIRST: dict[str, dict[str, float]] = {  # before |w| was bounded
     "base": {},
     "cap 0.005": {"LARGEST": 0.005},
     "cap 0.014": {"LARGEST": 0.014},
@@ -39,7 +40,15 @@ VARIANTS: dict[str, dict[str, float]] = {
     "warm 400": {"WARM_UP": 400},
     "cap 0.014, warm 400": {"LARGEST": 0.014, "WARM_UP": 400},
 }
-CHANGED = (8, 32, 128)  # N at which the changes are tried
+VARIANTS: dict[str, dict[str, float]] = {
+    **{name: {"GROWTH": 1e9, **changed} for name, changed in FIRST.items()},
+    "growth 2": {"GROWTH": 2},
+    "growth 1": {"GROWTH": 1},
+    "growth 1, cap 0.011": {"GROWTH": 1, "LARGEST": 0.011},
+    "growth 2, cap 0.006": {"GROWTH": 2, "LARGEST": 0.006},
+}
+SECOND = ("growth 2", "growth 1", "growth 1, cap 0.011", "growth 2, cap 0.006")
+CHANGED = (8, 32, 128)  # N at which the changes were tried at first
 
 
 @dataclass
@@ -56,19 +65,18 @@ class Job:
         return f"{self.task} {self.kind} N={self.batch}{' shift' if self.shift else ''}: {len(self.rows)} runs"
 
 
-def jobs(small: bool) -> list[Job]:
+def jobs(stage: int, small: bool) -> list[Job]:
     found = []
     tasks, batches = (("digits",), (32,)) if small else (("cifar10", "mnist"), (8, 16, 32, 64, 128, 256))
     for batch in batches:
         for task in tasks:
             for kind in ("sgd", "adam", "adagrad"):
-                rows = [("base", seed) for seed in range(5)]
-                if batch in CHANGED:
-                    rows += [(variant, seed) for variant in VARIANTS if variant != "base" for seed in range(2)]
-                found.append(Job(task, kind, batch, None, rows))
+                seeds = {"base": 5, **dict.fromkeys(tuple(FIRST)[1:], 2)} if stage == 1 else dict.fromkeys(SECOND, 5)
+                every = [(variant, seed) for variant, count in seeds.items() for seed in range(count)]
+                some = every if stage == 2 or batch in CHANGED else [row for row in every if row[0] == "base"]
+                found.append(Job(task, kind, batch, None, some))
                 if batch == 128 or small:
-                    rows = [(v, s) for v in VARIANTS for s in range(5 if v == "base" else 2)]
-                    found.append(Job(task, kind, batch, 5, rows))
+                    found.append(Job(task, kind, batch, 5, every))
     return found
 
 
@@ -133,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="digits, to try the script on a CPU")
     parser.add_argument("--epochs", type=int, default=10)
@@ -144,7 +153,7 @@ def main() -> None:
     for name in ("digits",) if options.small else ("cifar10", "mnist"):
         read = TASKS[name].data(options.data)
         data[name] = Data(*(getattr(read, part).to(options.device) for part in Data.__dataclass_fields__))
-    waiting, records, lock = jobs(options.small), [], threading.Lock()
+    waiting, records, lock = jobs(options.stage, options.small), [], threading.Lock()
     while waiting and time.monotonic() < end:
         now, waiting = waiting[: options.at_once], waiting[options.at_once :]
         ready = [(job, *prepared(job, data[job.task], options)) for job in now]
