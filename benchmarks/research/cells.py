@@ -3,9 +3,9 @@
     python3 benchmarks/research/cells.py --data DIR --out FILE --stage 2 [--minutes 5] [--device cpu --small]
 
 Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
-half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2: four
-bounds of |w| with five seeds each. One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so
-several train at once, on streams of their own.
+half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2:
+four bounds of |w| with five seeds each. One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU
+idle, so several train at once, on streams of their own.
 """
 
 import argparse
