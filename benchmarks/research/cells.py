@@ -31,19 +31,19 @@ from autoopt_lab.tasks import Data, cifar10, digits, mnist
 TASKS = {"mnist": mnist, "cifar10": cifar10, "digits": digits}
 CONSTANTS = {name: getattr(robust, name) for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW", "GROWTH")}
 FIRST: dict[str, dict[str, float]] = {  # before |w| was bounded
-    "base": {},
+    "base": {"LARGEST": 0.008},
     "cap 0.005": {"LARGEST": 0.005},
     "cap 0.014": {"LARGEST": 0.014},
-    "c 0.14": {"DECAY": 0.14},
-    "c 0.28": {"DECAY": 0.28},
-    "window 8": {"WINDOW": 8},
-    "warm 400": {"WARM_UP": 400},
+    "c 0.14": {"LARGEST": 0.008, "DECAY": 0.14},
+    "c 0.28": {"LARGEST": 0.008, "DECAY": 0.28},
+    "window 8": {"LARGEST": 0.008, "WINDOW": 8},
+    "warm 400": {"LARGEST": 0.008, "WARM_UP": 400},
     "cap 0.014, warm 400": {"LARGEST": 0.014, "WARM_UP": 400},
 }
 VARIANTS: dict[str, dict[str, float]] = {
     **{name: {"GROWTH": 1e9, **changed} for name, changed in FIRST.items()},
-    "growth 2": {"GROWTH": 2},
-    "growth 1": {"GROWTH": 1},
+    "growth 2": {"GROWTH": 2, "LARGEST": 0.008},
+    "growth 1": {"GROWTH": 1, "LARGEST": 0.008},
     "growth 1, cap 0.011": {"GROWTH": 1, "LARGEST": 0.011},
     "growth 2, cap 0.006": {"GROWTH": 2, "LARGEST": 0.006},
 }

@@ -36,7 +36,7 @@ class Robust:
     """
 
     def __init__(
-        self, weights: list[Tensor], metric: str = "sgd", *, cap: float = 0.008, c: float = 0.2, warm: int = 100,
+        self, weights: list[Tensor], metric: str = "sgd", *, cap: float = 0.006, c: float = 0.2, warm: int = 100,
         beta: float = 0.9, threshold: float = 0.3, unusual: float = 1.0, window: float = 4.0, clip: bool = False,
         floor: float = 0.05, growth: float = 2.0,
     ) -> None:  # fmt: skip

@@ -97,7 +97,7 @@ def test_no_step_is_longer_than_the_largest_relative_step() -> None:
         (model(x) - x[:, :30]).square().mean().backward()
         optimizer.step()
         # |d| of one step may exceed its average over the last steps, by which the rule divides: twice is plenty
-        assert (model.weight - before).norm() <= 2 * 0.008 * before.norm()
+        assert (model.weight - before).norm() <= 2 * 0.006 * before.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,4 +110,4 @@ def test_a_gradient_too_small_to_square_moves_no_weight_far(kind: str) -> None:
         (10 ** (-exponent / 10) * (model(x) - x[:, :4]).square().mean()).backward()
         optimizer.step()
         optimizer.detach()
-        assert (model.weight - before).norm() <= 0.008 * before.norm(), exponent
+        assert (model.weight - before).norm() <= 0.006 * before.norm(), exponent

@@ -69,7 +69,7 @@ class _Tensor:
     def move(self, count: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h
         self.sizes.append((d * d).sum().item())
-        ratio = min(0.008, 0.2 / max(count, 1) ** 0.5) * min(1, self.t / 100)
+        ratio = min(0.006, 0.2 / max(count, 1) ** 0.5) * min(1, self.t / 100)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
         self.rate = ratio * length / recent(self.sizes) ** 0.5

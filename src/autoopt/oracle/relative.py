@@ -9,7 +9,7 @@ from torch import Tensor
 
 MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise: the last hundred steps
-LARGEST = 0.008  # relative step that no tensor exceeds
+LARGEST = 0.006  # relative step that no tensor exceeds
 DECAY = 0.2  # the relative step after n steps is at most DECAY/√n
 WARM_UP = 100  # steps over which the relative step rises to its size
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least: biases start at zero

@@ -17,7 +17,7 @@ from autoopt_lab.engine.rules import State, Step, Trace, divided
 
 MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise
-LARGEST = 0.008  # relative step ρ
+LARGEST = 0.006  # relative step ρ
 DECAY = 0.2  # ρ after n steps is at most DECAY/√n
 WARM_UP = 100  # steps
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
