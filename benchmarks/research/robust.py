@@ -32,13 +32,15 @@ class Robust:
         unusual: or this many times its own root mean square over the last hundred steps.
         window: the newest weights' share of the average is (window + 1)/(n + window).
         growth: |w| counts at most so many times what it was at the start.
+        early, signal: at the start the relative step may exceed `cap`: it is at most `early`, and `signal` times the
+            root of the share of signal in the gradient.
         clip: no step is longer than ρ|w|: the size of this very direction counts where it exceeds the mean.
     """
 
     def __init__(
         self, weights: list[Tensor], metric: str = "sgd", *, cap: float = 0.006, c: float = 0.2, warm: int = 100,
         beta: float = 0.9, threshold: float = 0.3, unusual: float = 1.0, window: float = 4.0, clip: bool = False,
-        floor: float = 0.05, growth: float = 2.0,
+        floor: float = 0.05, growth: float = 2.0, early: float = 0.014, signal: float = 0.02,
     ) -> None:  # fmt: skip
         self.weights, self.metric, self.cap, self.c, self.warm, self.beta = weights, metric, cap, c, warm, beta
         self.threshold, self.unusual, self.window, self.clip = threshold, unusual, window, clip
@@ -51,6 +53,8 @@ class Robust:
         start = weights[0].new_zeros(len(weights[0]), len(weights))
         self.energy, self.noise, self.alignment, self.count = start, start, start, start[:, :1]
         self.usual = start  # mean square of <g,u>
+        self.gradient = start  # mean of <g,g>
+        self.early, self.signal = early, signal
         self.fired: list[Tensor] = []  # (R,) for every step: whether n was halved
 
     def metric_of(self, i: int, g: Tensor) -> Tensor | None:
@@ -77,9 +81,10 @@ class Robust:
             d = u / (1 - self.beta**self.steps)
             d = d if h is None else d.div_(h)
             directions.append(d)
-            columns.append([own - gg / samples, gu, total(d * d), total(w * w)])
-        deviations, gu, size, norm = (torch.stack(x, 1) for x in zip(*columns, strict=True))
+            columns.append([own - gg / samples, gg, gu, total(d * d), total(w * w)])
+        deviations, gg, gu, size, norm = (torch.stack(x, 1) for x in zip(*columns, strict=True))
         variance = (deviations * (samples / max(samples - 1, 1))).clamp_min(0)
+        self.gradient = 0.99 * self.gradient + 0.01 * gg
         rate, newest = self.decide(variance, gu, size, norm)
         for i, (w, d, average) in enumerate(zip(self.weights, directions, self.averages, strict=True)):
             w.sub_(spread(rate[:, i], w) * d)
@@ -106,7 +111,9 @@ class Robust:
         self.energy = 0.99 * self.energy + 0.01 * size
         energy = self.energy / (1 - 0.99**t)
         energy = torch.maximum(energy, size) if self.clip else energy
-        ratio = (self.c / self.count.sqrt()).clamp_max(self.cap) * min(1.0, t / self.warm)  # ρ
+        share = (1 - self.noise / (self.gradient + TINY)).clamp(0, 1)
+        cap = (self.signal * share.sqrt()).clamp_max(min(self.early, self.c / t**0.5)).clamp_min(self.cap)
+        ratio = torch.minimum(self.c / self.count.sqrt(), cap) * min(1.0, t / self.warm)  # ρ
         bounded = torch.minimum(torch.maximum(norm.sqrt(), self.smallest), self.largest)
         rate = ratio * bounded / (energy.sqrt() + TINY)
         return rate, ((self.window + 1) / (self.count + self.window)).clamp_max(1)
