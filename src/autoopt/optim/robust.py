@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from autoopt.optim.bucket import Bucket
-from autoopt.optim.rule import Products
+from autoopt.optim.rule import Lengths, Products
 from autoopt.oracle import relative
 
 
 class Robust:
     """u = β u + (1 - β) g, d = u/ĥ, w ← w - ρ |w| d / rms|d|; ρ falls with n, and n while the data shifts."""
+
+    asks_mm = False
 
     def statistics(self, group: dict[str, Any]) -> Mapping[str, float | Sequence[float]]:
         return {
@@ -46,11 +48,9 @@ class Robust:
         bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
         return relative.MOMENTUM, 1 - relative.MOMENTUM
 
-    def length(
-        self, group: dict[str, Any], bucket: Bucket, live: Tensor, direction: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def length(self, group: dict[str, Any], bucket: Bucket, live: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
         known, correction = bucket.statistics, 1 - bucket.statistics["carry"]
-        size, square = bucket.sums(direction.square(), weights.square())
+        size, square = lengths()
         age = bucket.keep("age", live, known["age"] + 1)
         average = bucket.keep("size", live, _smooth(known["size"], size / correction**2))
         ratio = relative.relative_step(known["count"], age)
