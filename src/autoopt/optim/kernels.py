@@ -22,9 +22,9 @@ def _places(
     """Where the elements of some rows lie: `place` is a table of the tensors' addresses, or all rows one by one."""
     if BY_ADDRESS:
         address = tl.load(place + tensor, mask=known, other=0)
-        if ALIGNED:
-            address = tl.multiple_of(address, [16])  # so that four elements are one access
         start = address.to(tl.pointer_type(tl.float32)) + within * WIDTH
+        if ALIGNED:
+            start = tl.multiple_of(start, [16])  # bytes, so that four elements are one access
     else:
         start = place + row * WIDTH
     return start[:, None] + column[None, :]
@@ -32,14 +32,14 @@ def _places(
 
 @triton.jit
 def _metric(second, g, known, weight, share, eps, METRIC: tl.constexpr):
-    """What the metric keeps after the gradient g, and the diagonal of Ĥ. `share` is 1 - β2, `weight` 1 - β2^t."""
+    """What the metric keeps after the gradient g, and that of Ĥ⁻¹. `share` is 1 - β2, `weight` 1/(1 - β2^t)."""
     if METRIC == 1:
         second += tl.where(known, share, 0.0)[:, None] * (g * g - second)
-        h = tl.sqrt_rn(tl.div_rn(second, tl.broadcast_to(weight[:, None], second.shape))) + eps
+        h = tl.sqrt_rn(second * weight[:, None]) + eps
     else:
         second += g * g
         h = tl.sqrt_rn(second) + eps
-    return second, h
+    return second, tl.div_rn(tl.full(h.shape, 1.0, tl.float32), h)
 
 
 @triton.jit
@@ -78,11 +78,11 @@ def _row_sums(
         s = tl.load(second + rows, mask=valid[:, None], other=0.0)
         weight = tl.full((TILE,), 1.0, tl.float32)
         if METRIC == 1:
-            weight = tl.load(corrections + tensor, mask=valid, other=1.0).to(tl.float32)
-        s, h = _metric(s, g, has, weight, share, eps, METRIC)
-        natural = tl.div_rn(g, h)
-        filtered = tl.div_rn(filtered, h)
-        raw_gg = tl.sum(tl.div_rn(raw * raw, h), 1)
+            weight = 1 / tl.load(corrections + tensor, mask=valid, other=1.0).to(tl.float32)
+        s, inverse = _metric(s, g, has, weight, share, eps, METRIC)
+        natural = g * inverse
+        filtered = filtered * inverse
+        raw_gg = tl.sum(raw * raw * inverse, 1)
         if MEASURES:
             places = _places(square, tensor, within, row, valid, column, SQUARE_AT, ALIGNED, WIDTH)
             c = tl.load(places, mask=given, other=0.0)
@@ -90,7 +90,7 @@ def _row_sums(
                 factor = tl.load(factors + tensor, mask=valid, other=1.0)
                 c = c * (factor * factor)[:, None]
             spread = tl.sum(c, 1)
-            weighted = tl.sum(tl.div_rn(c, h), 1)
+            weighted = tl.sum(c * inverse, 1)
     gm = tl.sum(natural * u, 1)
     gg = raw_gg
     if COUPLED:
@@ -182,10 +182,10 @@ def _update_rows(
         s = tl.load(second + rows, mask=moved[:, None], other=0.0)
         weight = tl.full((TILE,), 1.0, tl.float32)
         if METRIC == 1:
-            weight = tl.load(corrections + tensor, mask=moved, other=1.0).to(tl.float32)
-        s, h = _metric(s, g, moved, weight, share, eps, METRIC)
+            weight = 1 / tl.load(corrections + tensor, mask=moved, other=1.0).to(tl.float32)
+        s, inverse = _metric(s, g, moved, weight, share, eps, METRIC)
         tl.store(second + rows, s, mask=moved[:, None])
-        change = tl.div_rn(change, h)
+        change = change * inverse
     change = change * scale[:, None]
     if DECOUPLED:
         change += w * shrink[:, None]

@@ -31,7 +31,9 @@ class Paper:
         bucket.keep("carry", products.live, bucket.statistics["carry"] * gamma2 / (1 - gamma1))
         return gamma2, 1 - gamma1 - gamma2  # eq. g_est_1
 
-    def length(self, group: dict[str, Any], bucket: Bucket, live: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def length(
+        self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths
+    ) -> tuple[Tensor, Tensor]:
         alpha = 1 - bucket.statistics["gamma"][:, 0]
         # With a β of its own at every step, β^t is their product.
         correction = 1 - bucket.statistics["carry"] if self.corrected else torch.ones_like(alpha)

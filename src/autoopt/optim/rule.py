@@ -39,7 +39,9 @@ class Rule(Protocol):
     def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Share, Share]:
         """(a, b) of ĝ ← a ĝ + b g."""
 
-    def length(self, group: dict[str, Any], bucket: Bucket, live: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def length(
+        self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths
+    ) -> tuple[Tensor, Tensor]:
         """What to multiply the direction by, and which share of `weight_decay` shrinks the weights if decoupled."""
 
     def chosen(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
