@@ -161,8 +161,8 @@ class Sweep:
 
         Args:
             moves: which tensors.
-            scale: what to multiply the direction by, for each unit.
-            shrink: what to multiply the weights by and take away, if anything.
+            scale: what to multiply the direction by, for each unit, besides `lr`.
+            shrink: which share of `weight_decay`, besides `lr`, shrinks the weights, if it is decoupled.
             newest: the share of the new weights in their average, if one is kept.
         """
         from autoopt.optim import kernels
@@ -175,7 +175,7 @@ class Sweep:
                 self.gradient.place, estimate, self.second, self.weights.place, buffers.get(AVERAGE, estimate), rows,
                 bucket.tensor_of_row, bucket.unit_of_row, bucket.first_rows, bucket.sizes,
                 moves.view(torch.uint8), scale, scale if shrink is None else shrink,
-                scale if newest is None else newest, self.corrections, *self.numbers,
+                scale if newest is None else newest, self.corrections, *self.numbers, float(self.group["lr"]),
                 DECOUPLED=shrink is not None, AVERAGES=newest is not None, **self.shared,
             )  # fmt: skip
         self.weights.put_back()

@@ -201,7 +201,7 @@ def _update_rows(
 @triton.jit
 def update(
     gradient, estimate, second, weights, average, rows, tensor_of_row, unit_of_row, first_rows, elements, moves, scales,
-    shrinks, newests, corrections, kept, new, share, eps, weight_decay,
+    shrinks, newests, corrections, kept, new, share, eps, weight_decay, lr,
     METRIC: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, AVERAGES: tl.constexpr,
     GRADIENT_AT: tl.constexpr, WEIGHTS_AT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -214,10 +214,10 @@ def update(
     within = row - tl.load(first_rows + tensor, mask=valid, other=0)
     left = tl.load(elements + tensor, mask=valid, other=0) - within * WIDTH
     left = tl.where(moved, left, WIDTH)
-    scale = tl.load(scales + unit, mask=moved, other=0.0).to(tl.float32)
+    scale = lr * tl.load(scales + unit, mask=moved, other=0.0).to(tl.float32)
     shrink = tl.zeros((TILE,), tl.float32)
     if DECOUPLED:
-        shrink = tl.load(shrinks + unit, mask=moved, other=0.0).to(tl.float32)
+        shrink = lr * weight_decay * tl.load(shrinks + unit, mask=moved, other=0.0).to(tl.float32)
     newest = tl.zeros((TILE,), tl.float32)
     if AVERAGES:
         newest = tl.load(newests + unit, mask=moved, other=0.0).to(tl.float32)

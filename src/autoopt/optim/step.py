@@ -51,9 +51,9 @@ def _move_swept(rule: Rule, source: Source, reading: Reading, sweep: Sweep, live
     products = _judged(bucket, live, sums.gm, None, sums.gg, sums.raw_gg, of_samples)
     rule.filter(group, bucket, products)
     scale, shrink = rule.length(group, bucket, products, lambda: (sums.direction, sums.weights))
-    decay = 0.0 if sweep.coupled else group["weight_decay"]
+    decoupled = group["weight_decay"] and not sweep.coupled
     newest = oracle.relative.newest(bucket.statistics["count"]) if group["average"] else None
-    sweep.apply(moves, group["lr"] * scale, group["lr"] * decay * shrink if decay else None, newest)
+    sweep.apply(moves, scale, shrink if decoupled else None, newest)
 
 
 def _move_rows(
@@ -72,7 +72,9 @@ def _move_rows(
     kept, new = (p if isinstance(p, float) else bucket.spread(p) for p in rule.filter(group, bucket, products))
     estimate = bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)).add_(new * gradient)
     direction = over(optimizer._direction(estimate, gradient, kept, new), metric)
-    scale, shrink = rule.length(group, bucket, products, lambda: bucket.sums(direction.square(), weights.square()).unbind())
+    scale, shrink = rule.length(
+        group, bucket, products, lambda: bucket.sums(direction.square(), weights.square()).unbind()
+    )
     change = direction * bucket.spread(group["lr"] * scale)  # eq. w_update-1
     if decay and not coupled:
         change = change + weights * bucket.spread(group["lr"] * decay * shrink)
