@@ -18,6 +18,8 @@ from autoopt.oracle import relative
 
 ENABLED = os.environ.get("AUTOOPT_FUSED") != "0" and importlib.util.find_spec("triton") is not None
 SUMS = 8  # how many there are, below
+_broken: list[str] = []  # why the kernels cannot be built here
+_built: list[bool] = []  # whether they have been
 
 
 class Form(NamedTuple):
@@ -51,13 +53,10 @@ def suits(group: dict[str, Any], bucket: Bucket) -> bool:
     return (
         group["rule"] == "robust"
         and bucket.dtype == torch.float32
-        and bucket.group is None
+        and bucket.ordinary
         and not torch.compiler.is_compiling()
         and available(bucket.device)
     )
-
-
-_broken: list[str] = []  # why the kernels cannot be built here
 
 
 def sweep(
@@ -82,9 +81,6 @@ def sweep(
             stacklevel=2,
         )
         return None
-
-
-_built: list[bool] = []
 
 
 class Sweep:
@@ -123,8 +119,6 @@ class Sweep:
         self.shared = {
             "METRIC": _metric(form),
             "COUPLED": self.coupled,
-            "GRADIENT_AT": self.gradient.by_address,
-            "WEIGHTS_AT": self.weights.by_address,
             "ALIGNED": all(operand.aligned for operand in (self.weights, self.gradient, square) if operand),
             "TILE": kernels.TILE,
             "WIDTH": ROW,
@@ -137,12 +131,12 @@ class Sweep:
         out = torch.empty(runs, SUMS, dtype=torch.float64, device=bucket.device)
         with torch.cuda.device_of(estimate):
             kernels.sums[(runs,)](
-                self.gradient.place, self.gradient.place if square is None else square.place, estimate, self.second,
-                self.weights.place, out, bucket.runs[0], bucket.tensor_of_row, bucket.first_rows,
+                self.gradient.table, self.gradient.table if square is None else square.table, estimate, self.second,
+                self.weights.table, out, bucket.runs[0], bucket.tensor_of_row, bucket.first_rows,
                 bucket.sizes, out if self.present is None else self.present.view(torch.uint8),
                 self.corrections, out if factors is None else factors,
                 *self.numbers, MEASURES=square is not None, FACTORS=factors is not None,
-                PRESENT=self.present is not None, SQUARE_AT=square is not None and square.by_address, **self.shared,
+                PRESENT=self.present is not None, **self.shared,
             )  # fmt: skip
         _built[:] = [True]
         self.sums = Sums(*bucket.sum_runs(out, 1))
@@ -172,7 +166,7 @@ class Sweep:
         rows = len(estimate)
         with torch.cuda.device_of(estimate):
             kernels.update[(-(-rows // kernels.TILE),)](
-                self.gradient.place, estimate, self.second, self.weights.place, buffers.get(AVERAGE, estimate), rows,
+                self.gradient.table, estimate, self.second, self.weights.table, buffers.get(AVERAGE, estimate), rows,
                 bucket.tensor_of_row, bucket.unit_of_row, bucket.first_rows, bucket.sizes,
                 moves.view(torch.uint8), scale, scale if shrink is None else shrink,
                 scale if newest is None else newest, self.corrections, *self.numbers, float(self.group["lr"]),
@@ -185,7 +179,8 @@ class Sweep:
 class Operand:
     """Tensors like the parameters, for a kernel to find by a table of their addresses, kept while these stay the same.
 
-    While a CUDA graph is recorded, which must not depend on what the host will hold, it finds them as rows instead.
+    A CUDA graph must not depend on what the host will hold. While one is recorded, tensors whose addresses the device
+    does not know are put together as rows, whose addresses follow from that of the first.
 
     Args:
         bucket: the parameters.
@@ -194,28 +189,28 @@ class Operand:
     """
 
     def __init__(self, bucket: Bucket, name: str, tensors: Sequence[Tensor | None]) -> None:
-        self.bucket, self.tensors = bucket, tensors
+        self.tensors = tensors
         self.flat = [tensor if tensor is None or _plain(tensor) else tensor.float().contiguous() for tensor in tensors]
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in self.flat)
-        known, table = bucket.tables.get(name, (None, bucket.zero))
-        lasts = name == "weights" and known == addresses  # as long as the graph
-        self.by_address = lasts or not recording(bucket.device)
-        self.aligned = not self.by_address or not any(address % 16 for address in addresses)
-        if not self.by_address:
-            self.place = bucket.rows(tensors)
-        elif known == addresses:
-            self.place = table
-        else:
-            self.place = _uploaded(addresses, bucket.device)
-            bucket.tables[name] = addresses, self.place
+        self.aligned = not any(address % 16 for address in addresses)
+        known, self.table = bucket.tables.get(name, (None, bucket.first_rows))
+        lasting = tensors is bucket.params and all(
+            flat is tensor for flat, tensor in zip(self.flat, tensors, strict=True)
+        )
+        if recording(bucket.device) and not (lasting and known == addresses):  # a gradient does not outlive the step
+            rows = bucket.rows(tensors)
+            self.flat, self.aligned = list(bucket.tensors(rows)), True
+            self.table = bucket.first_rows * (ROW * rows.element_size()) + rows.data_ptr()
+        elif known != addresses:
+            self.table = _uploaded(addresses, bucket.device)
+            bucket.tables[name] = addresses, self.table
 
     def put_back(self) -> None:
         """Have what a kernel wrote in the tensors themselves, where it wrote to copies."""
-        written = self.flat if self.by_address else self.bucket.tensors(self.place)
-        pairs = [(to, from_) for to, from_ in zip(self.tensors, written, strict=True) if from_ is not to]
+        pairs = [(to, copy) for to, copy in zip(self.tensors, self.flat, strict=True) if copy is not to]
         if pairs:
-            to, from_ = map(list, zip(*pairs, strict=True))
-            torch._foreach_copy_(to, from_)
+            to, copies = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(to, copies)
 
 
 def recording(device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 """GPU kernels of a step: one reads everything and sums, the other reads everything again and writes.
 
 Between them lie the few numbers per unit that a rule works on. Each tensor is read and written where it lies, by its
-address, and each buffer by its rows; `by_address` tells which. Every number is summed in one fixed order, so two runs
+address, and each buffer by its rows. Every number is summed in one fixed order, so two runs
 agree to the last bit. The twin in plain PyTorch is `step.move`. Imported only where `fused` says so.
 """
 
@@ -16,17 +16,12 @@ WARPS = 8
 
 
 @triton.jit
-def _places(
-    place, tensor, within, row, known, column, BY_ADDRESS: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Where the elements of some rows lie: `place` is a table of the tensors' addresses, or all rows one by one."""
-    if BY_ADDRESS:
-        address = tl.load(place + tensor, mask=known, other=0)
-        start = address.to(tl.pointer_type(tl.float32)) + within * WIDTH
-        if ALIGNED:
-            start = tl.multiple_of(start, [16])  # bytes, so that four elements are one access
-    else:
-        start = place + row * WIDTH
+def _places(addresses, tensor, within, known, column, ALIGNED: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the elements of some rows lie, in tensors whose addresses are in a table."""
+    address = tl.load(addresses + tensor, mask=known, other=0)
+    start = address.to(tl.pointer_type(tl.float32)) + within * WIDTH
+    if ALIGNED:
+        start = tl.multiple_of(start, [16])  # bytes, so that four elements are one access
     return start[:, None] + column[None, :]
 
 
@@ -47,7 +42,7 @@ def _row_sums(
     gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, corrections, factors,
     kept, new, share, eps, weight_decay,
     METRIC: tl.constexpr, MEASURES: tl.constexpr, FACTORS: tl.constexpr, PRESENT: tl.constexpr, COUPLED: tl.constexpr,
-    GRADIENT_AT: tl.constexpr, SQUARE_AT: tl.constexpr, WEIGHTS_AT: tl.constexpr, ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The sums over each of some rows, in the order of `fused.Sums`. WHOLE: none ends before its last column."""
@@ -58,12 +53,8 @@ def _row_sums(
     inside = valid[:, None] if WHOLE else valid[:, None] & (column[None, :] < left[:, None])
     given = has[:, None] if WHOLE else has[:, None] & (column[None, :] < left[:, None])
     rows = row[:, None] * WIDTH + column[None, :]
-    raw = tl.load(
-        _places(gradient, tensor, within, row, valid, column, GRADIENT_AT, ALIGNED, WIDTH), mask=given, other=0.0
-    )
-    w = tl.load(
-        _places(weights, tensor, within, row, valid, column, WEIGHTS_AT, ALIGNED, WIDTH), mask=inside, other=0.0
-    )
+    raw = tl.load(_places(gradient, tensor, within, valid, column, ALIGNED, WIDTH), mask=given, other=0.0)
+    w = tl.load(_places(weights, tensor, within, valid, column, ALIGNED, WIDTH), mask=inside, other=0.0)
     u = tl.load(estimate + rows, mask=valid[:, None], other=0.0)
     g = raw
     if COUPLED:
@@ -84,7 +75,7 @@ def _row_sums(
         filtered = filtered * inverse
         raw_gg = tl.sum(raw * raw * inverse, 1)
         if MEASURES:
-            places = _places(square, tensor, within, row, valid, column, SQUARE_AT, ALIGNED, WIDTH)
+            places = _places(square, tensor, within, valid, column, ALIGNED, WIDTH)
             c = tl.load(places, mask=given, other=0.0)
             if FACTORS:
                 factor = tl.load(factors + tensor, mask=valid, other=1.0)
@@ -103,7 +94,7 @@ def sums(
     gradient, square, estimate, second, weights, out, starts, tensor_of_row, first_rows, elements, present, corrections,
     factors, kept, new, share, eps, weight_decay,
     METRIC: tl.constexpr, MEASURES: tl.constexpr, FACTORS: tl.constexpr, PRESENT: tl.constexpr, COUPLED: tl.constexpr,
-    GRADIENT_AT: tl.constexpr, SQUARE_AT: tl.constexpr, WEIGHTS_AT: tl.constexpr, ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The sums over one run of rows, all of one unit; those of a row in float32, theirs in float64."""
@@ -128,13 +119,13 @@ def sums(
             r0, r1, r2, r3, r4, r5, r6, r7 = _row_sums(
                 gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, corrections,
                 factors, kept, new, share, eps, weight_decay, METRIC, MEASURES, FACTORS, PRESENT, COUPLED,
-                GRADIENT_AT, SQUARE_AT, WEIGHTS_AT, ALIGNED, True, TILE, WIDTH,
+                ALIGNED, True, TILE, WIDTH,
             )  # fmt: skip
         else:
             r0, r1, r2, r3, r4, r5, r6, r7 = _row_sums(
                 gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, corrections,
                 factors, kept, new, share, eps, weight_decay, METRIC, MEASURES, FACTORS, PRESENT, COUPLED,
-                GRADIENT_AT, SQUARE_AT, WEIGHTS_AT, ALIGNED, False, TILE, WIDTH,
+                ALIGNED, False, TILE, WIDTH,
             )  # fmt: skip
         s0 += r0
         s1 += r1
@@ -161,16 +152,14 @@ def _update_rows(
     gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest, corrections,
     kept, new, share, eps, weight_decay,
     METRIC: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, AVERAGES: tl.constexpr,
-    GRADIENT_AT: tl.constexpr, WEIGHTS_AT: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
     TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     inside = moved[:, None] if WHOLE else moved[:, None] & (column[None, :] < left[:, None])
     rows = row[:, None] * WIDTH + column[None, :]
-    g = tl.load(
-        _places(gradient, tensor, within, row, moved, column, GRADIENT_AT, ALIGNED, WIDTH), mask=inside, other=0.0
-    )
-    to = _places(weights, tensor, within, row, moved, column, WEIGHTS_AT, ALIGNED, WIDTH)
+    g = tl.load(_places(gradient, tensor, within, moved, column, ALIGNED, WIDTH), mask=inside, other=0.0)
+    to = _places(weights, tensor, within, moved, column, ALIGNED, WIDTH)
     w = tl.load(to, mask=inside, other=0.0)
     u = tl.load(estimate + rows, mask=moved[:, None], other=0.0)
     if COUPLED:
@@ -203,7 +192,7 @@ def update(
     gradient, estimate, second, weights, average, rows, tensor_of_row, unit_of_row, first_rows, elements, moves, scales,
     shrinks, newests, corrections, kept, new, share, eps, weight_decay, lr,
     METRIC: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, AVERAGES: tl.constexpr,
-    GRADIENT_AT: tl.constexpr, WEIGHTS_AT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Filter, metric, weights and their average, in the rows that move; nothing is written to the others."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE).to(tl.int64)
@@ -225,11 +214,11 @@ def update(
         _update_rows(
             gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest,
             corrections, kept, new, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
-            GRADIENT_AT, WEIGHTS_AT, ALIGNED, True, TILE, WIDTH,
+            ALIGNED, True, TILE, WIDTH,
         )  # fmt: skip
     else:
         _update_rows(
             gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest,
             corrections, kept, new, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
-            GRADIENT_AT, WEIGHTS_AT, ALIGNED, False, TILE, WIDTH,
+            ALIGNED, False, TILE, WIDTH,
         )  # fmt: skip

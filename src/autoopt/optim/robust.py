@@ -36,14 +36,15 @@ class Robust:
         known, live, measured = bucket.statistics, products.live, products.measured
         correction = 1 - known["carry"]  # u started at zero, and so did the alignment
         estimate = products.gm / correction
-        self._look(bucket, live, estimate, correction)
+        later = live & (known["age"] > 0)  # the first step has no alignment
+        self._look(bucket, live, later, estimate, correction)
 
         correction = 1 - bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
         size, square = lengths()
         names = ("gradient", "usual", "variance", "size")
         new = products.gg, estimate.square(), products.variance, size / correction.square()
         smooth = torch._foreach_lerp([known[name] for name in names], list(new), 1 - relative.SMOOTHING)
-        where = live, live & (known["age"] > 0), measured, live  # the first step has no alignment
+        where = live, later, measured, live
         *_, average = (bucket.keep(*each) for each in zip(names, where, smooth, strict=True))
         bucket.keep("measured", measured, known["measured"] + 1)
         age = bucket.keep("age", live, known["age"] + 1)
@@ -53,14 +54,14 @@ class Robust:
         rate = relative.rate(ratio, square, bucket.elements, _corrected(average, age), smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
 
-    def _look(self, bucket: Bucket, live: Tensor, estimate: Tensor, correction: Tensor) -> None:
+    def _look(self, bucket: Bucket, live: Tensor, later: Tensor, estimate: Tensor, correction: Tensor) -> None:
         """See whether the weights travel, by what was known before this step and by its alignment; n falls if so."""
         known, age = bucket.statistics, bucket.statistics["age"]
         averages = torch.stack([known["variance"], known["gradient"], known["usual"]])
         spread, whole, usual = _corrected(averages, torch.stack([known["measured"], age, age - 1]))
         noise = torch.where(known["measured"] > 0, spread.clamp_min(0), whole)  # no spread seen: all may be noise
         aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
-        aligned = bucket.keep("alignment", live & (age > 0), aligned)
+        aligned = bucket.keep("alignment", later, aligned)
         travels = relative.travels(aligned / correction, noise, usual.sqrt(), age)
         bucket.keep("count", live & travels, known["count"] / 2)
 
