@@ -43,7 +43,7 @@ runs_kernels = [
 @pytest.mark.skipif(GPU or INTERPRETED, reason="the tests run here")
 def test_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout
