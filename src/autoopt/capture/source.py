@@ -92,17 +92,19 @@ class Source(ABC):
         sizes = _sizes([gradient for gradient in gradients if gradient is not None])
         if not sizes:
             return None
-        one = torch.ones_like(sizes[0])
-        rest = iter(sizes)
-        now = torch.stack([one if gradient is None else next(rest) for gradient in gradients])
-        before = torch.stack([self.sizes.get(name, one) for name in names])
+        present = [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
+        found = dict(zip(present, sizes, strict=True))
+        complete = all(name in found and name in self.sizes for name in names)
+        one = sizes[0] if complete else torch.ones_like(sizes[0])  # for those of which nothing is known
+        both = [known.get(name, one) for known in (found, self.sizes) for name in names]
+        now, before = torch.stack(both).view(2, -1)
         if self.sharded:
             # |g| is over the rows of all ranks. One that had no samples has not seen its rows before: it abstains.
             seen = float(bool(self.sizes))
             parts = torch.stack([now.square(), before.square(), (now != before).to(now)]) * seen
             now, before, touched = self.over_ranks(parts).sqrt()
             now = torch.where(touched > 0, now, before)  # two sums may be taken in two orders
-        return torch.where(before > 0, now / before, one)
+        return torch.where(before > 0, now / before, 1.0)
 
 
 def _sizes(gradients: list[Tensor]) -> list[Tensor]:

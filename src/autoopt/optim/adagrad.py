@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
+from autoopt.optim.fused import Form
 from autoopt.optim.options import Shared, number
 from autoopt.optim.reading import Reading
 
@@ -39,3 +40,6 @@ class AutoAdaGrad(AutoOptimizer):
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         total = reading.bucket.buffers["square_sum"].addcmul_(gradient, gradient)
         return total.sqrt().add_(reading.group["eps"])
+
+    def _form(self, group: dict[str, Any]) -> Form:
+        return Form("square_sum", None, group["eps"])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
+from autoopt.optim.fused import Form
 from autoopt.optim.options import Shared, flag, number
 from autoopt.optim.reading import Reading
 from autoopt.optim.rmsprop import averaged
@@ -63,6 +64,9 @@ class AutoAdam(AutoOptimizer):
         weight = bucket.column(1 - beta2 ** bucket.steps.clamp_min(1))
         metric: Tensor = (average / weight).sqrt_().add_(reading.group["eps"])
         return metric
+
+    def _form(self, group: dict[str, Any]) -> Form | None:
+        return None if group["amsgrad"] else Form("square_average", group["beta2"], group["eps"])
 
 
 class AutoAdamW(AutoAdam):

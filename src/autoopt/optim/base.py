@@ -17,6 +17,7 @@ from autoopt.capture import Capture, Source, Spread, sharded
 from autoopt.diagnostics import Tuned, tuned
 from autoopt.optim.average import RunningStatistics, exchanged
 from autoopt.optim.bucket import AVERAGE, HELD, Bucket
+from autoopt.optim.fused import Form, suits
 from autoopt.optim.layout import arrange, fit, in_order
 from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
@@ -203,7 +204,7 @@ class AutoOptimizer(Optimizer, ABC):
         self._refuse_step(source)
         with torch.no_grad():
             readings = [
-                read(source, group, bucket, self.elementwise, self._now.zeroed)
+                read(source, group, bucket, self.elementwise, self._now.zeroed, self._fused(group, bucket))
                 for group, buckets in zip(self.param_groups, self._made_buckets(), strict=True)
                 for bucket in buckets
                 if group["lr"] != 0 and any(p.grad is not None for p in bucket.params)
@@ -263,6 +264,19 @@ class AutoOptimizer(Optimizer, ABC):
 
         Such a factor changes neither γ nor the noise (Â and b̂ scale alike): see `corrected`.
         """
+
+    def _form(self, group: dict[str, Any]) -> Form | None:
+        """What `_metric` computes, if it is one that the kernels know."""
+        return None
+
+    def _fused(self, group: dict[str, Any], bucket: Bucket) -> Form | None:
+        """The metric, if kernels do the step. A subclass that changes what `_form` tells of must tell it anew."""
+        order = type(self).__mro__
+        told, *meant = (
+            next(place for place, kind in enumerate(order) if name in vars(kind))
+            for name in ("_form", "_metric", "_direction", "_moved")
+        )
+        return self._form(group) if told <= min(meant) and suits(group, bucket) else None
 
     def _buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The names of the tensors that the metric keeps for each parameter."""

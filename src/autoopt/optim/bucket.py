@@ -48,6 +48,7 @@ class Bucket:
         self.params = [members[i][1] for i in order]
         self.units = [units[members[i][2]] for i in order]
         self.device, self.dtype = self.params[0].device, self.params[0].dtype
+        self.ordinary = all(type(p) in (Tensor, nn.Parameter) for p in self.params)  # what is at their address is all
         self.compute = torch.float64 if self.dtype == torch.float64 else torch.float32
 
         # the ranks that hold the other rows, if the parameters are sharded
@@ -57,18 +58,21 @@ class Bucket:
         self.zero, self.one = self._zeros(), self._zeros() + 1
         self.absent = [self.zero.expand(p.shape) for p in here]  # what stands for a tensor that is not there
         self.pads = [self._zeros(r * ROW - p.numel()) for p, r in zip(here, rows, strict=True)]  # of the last row
-        starts = itertools.accumulate(rows, initial=0)
+        starts = [*itertools.accumulate(rows, initial=0)]
         self.places = [(p.shape, _strides(p.shape), r * ROW) for p, r in zip(here, starts, strict=False)]
         self.single = len(units) == len(self.params)  # every tensor is a unit of its own
         tensor_of = torch.repeat_interleave(torch.tensor(rows))
         unit_of = torch.tensor(self.units)
         self.unit_of_tensor = unit_of.to(self.device)
         self.tensor_of_row = tensor_of.to(self.device)
+        self.first_rows = torch.tensor(starts[:-1]).to(self.device)  # of each tensor
+        self.sizes = torch.tensor([p.numel() for p in here]).to(self.device)  # of each tensor, in elements
         self.unit_of_row = unit_of[tensor_of].to(self.device)
         rows_per_unit = [0] * len(units)
         for unit, count in zip(self.units, rows, strict=True):
             rows_per_unit[unit] += count
-        self.runs = [torch.tensor(lengths).to(self.device) for lengths in _runs(rows_per_unit)]
+        # where each run of rows to sum up begins, and the last one ends; then of those sums, ...
+        self.runs = [torch.tensor([0, *itertools.accumulate(run)]).to(self.device) for run in _runs(rows_per_unit)]
         elements = torch.tensor([float(p.numel()) for p in self.params], dtype=STATISTICS)
         self.elements = torch.zeros(len(units), dtype=STATISTICS).index_add(0, unit_of, elements).to(self.device)
         self.tensors_per_unit = torch.bincount(unit_of, minlength=len(units)).to(self.device)
@@ -76,6 +80,7 @@ class Bucket:
         self.buffers = {name: self._zeros(sum(rows), ROW) for name in buffers}
         self.steps = torch.zeros(len(self.params), dtype=STATISTICS, device=self.device)  # t of each tensor
         self.statistics = {name: self._start(value, len(units)) for name, value in statistics.items()}
+        self.tables: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # addresses that the device knows, see `fused`
         self._present: dict[tuple[bool, ...], Tensor] = {}
         self._restore([state[i] for i in order])
 
@@ -159,8 +164,12 @@ class Bucket:
         """The sum over those elements that lie on this rank."""
         columns = [matrix.sum(1) for matrix in matrices]
         sums = (torch.stack(columns, 1) if len(columns) > 1 else columns[0].unsqueeze(1)).to(STATISTICS)
-        for lengths in self.runs:
-            sums = torch.segment_reduce(sums, "sum", lengths=lengths, unsafe=True)
+        return self.sum_runs(sums)
+
+    def sum_runs(self, sums: Tensor, level: int = 0) -> Tensor:
+        """The sums over each row, or at a higher level over runs of them, to those over each unit: (sums, units)."""
+        for offsets in self.runs[level:]:
+            sums = torch.segment_reduce(sums, "sum", offsets=offsets, unsafe=True)
         return sums.T
 
     def sum(self, matrix: Tensor) -> Tensor:

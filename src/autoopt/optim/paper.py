@@ -8,11 +8,13 @@ from torch import Tensor
 
 from autoopt import oracle
 from autoopt.optim.bucket import Bucket
-from autoopt.optim.rule import Products
+from autoopt.optim.rule import Lengths, Products
 
 
 class Paper:
     """γ = (γ1, γ2) from the inner products, smoothed; ĝ = (1 - γ1 - γ2) g + γ2 ĝ, so that α = 1 - γ1 and β = γ2/α."""
+
+    asks_mm = True
 
     def __init__(self, corrected: bool) -> None:
         self.corrected = corrected  # whether Ĥ has the factor 1 - β^t of eq. Hessian_Adam
@@ -21,6 +23,7 @@ class Paper:
         return {"gamma": group["start"], "carry": 1.0}
 
     def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
+        assert products.mm is not None
         variance = products.variance.clamp_min(0)  # rounding
         solved = torch.stack(oracle.solve(variance, products.gg, products.gm, products.mm), 1)
         smooth = oracle.smooth(bucket.statistics["gamma"], solved, group["smoothing"])
@@ -29,7 +32,7 @@ class Paper:
         return gamma2, 1 - gamma1 - gamma2  # eq. g_est_1
 
     def length(
-        self, group: dict[str, Any], bucket: Bucket, live: Tensor, direction: Tensor, weights: Tensor
+        self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths
     ) -> tuple[Tensor, Tensor]:
         alpha = 1 - bucket.statistics["gamma"][:, 0]
         # With a β of its own at every step, β^t is their product.

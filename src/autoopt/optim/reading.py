@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from autoopt.capture import Source, sharded
 from autoopt.optim.bucket import Bucket
+from autoopt.optim.fused import Form, Sweep, sweep
 
 
 class Moments(NamedTuple):
     """The spread of the samples in one bucket."""
 
-    square: Tensor  # Σ_i c_i², (rows, ROW) where the metric weighs it, else its sum, (units,)
+    square: Tensor  # Σ_i c_i², (rows, ROW) where the metric has yet to weigh it, else its sum, (units,)
     samples: Tensor  # N, (units,)
 
     def of_all(self, source: Source, bucket: Bucket) -> "Moments":
@@ -26,7 +27,7 @@ class Reading(NamedTuple):
 
     group: dict[str, Any]
     bucket: Bucket
-    gradient: Tensor  # g, (rows, ROW)
+    gradient: Tensor | Sweep  # g, (rows, ROW), or the kernels that have read it where it lies
     present: Tensor | None  # which tensors have a gradient; None: all
     size: Tensor  # Σ g², (units,)
     moments: Moments | None  # None: this step measures none
@@ -34,7 +35,12 @@ class Reading(NamedTuple):
 
 
 def read(
-    source: Source, group: dict[str, Any], bucket: Bucket, elementwise: bool, zeroed: Collection[nn.Parameter]
+    source: Source,
+    group: dict[str, Any],
+    bucket: Bucket,
+    elementwise: bool,
+    zeroed: Collection[nn.Parameter],
+    form: Form | None,
 ) -> Reading:
     """Collect gradients and second moments, and see whether they are finite.
 
@@ -44,6 +50,7 @@ def read(
         bucket: the parameters.
         elementwise: whether the second moment is wanted for every element.
         zeroed: parameters whose `.grad` was set to zeros; without statistics these mean that there was no pass.
+        form: the metric, if kernels are to do the step.
     """
     measures = not source.current.resting
     found = [source.second_moment(name) if measures else None for name in bucket.names]
@@ -53,33 +60,47 @@ def read(
         None if measures and alone and square is None and (blank or parameter in zeroed) else parameter.grad
         for parameter, square in zip(bucket.params, found, strict=True)
     ]
-    for name, gradient, square in zip(bucket.names, gradients, found, strict=True):
-        if gradient is not None:
-            _refuse(name, gradient, missed=measures and square is None and not blank)
+    for name, given, seen in zip(bucket.names, gradients, found, strict=True):
+        if given is not None:
+            _refuse(name, given, missed=measures and seen is None and not blank)
     gradients = bucket.here(gradients)
-    gradient, present = bucket.rows(gradients), bucket.present(gradients)
-    if not measures:
-        size = bucket.sum(gradient.square())
+    present = bucket.present(gradients)
+    squares: list[Tensor | None] | None = None
+    factors = None
+    if measures:
+        squares = [None if given is None else seen for given, seen in zip(gradients, found, strict=True)]
+        if elementwise and bucket.group is not None and any(given is not None for given in gradients):
+            squares = _scattered(bucket, gradients, squares)
+        factors = source.changed(bucket.names, gradients)
+    gradient: Tensor | Sweep | None = None
+    if form is not None:
+        gradient = sweep(bucket, group, form, gradients, squares if elementwise else None, factors)
+    if gradient is None:
+        gradient = bucket.rows(gradients)
+
+    if squares is None:
+        size = _size(bucket, gradient)
         return Reading(group, bucket, gradient, present, size, None, (size * 0).sum())
-    squares = [None if gradient is None else square for gradient, square in zip(gradients, found, strict=True)]
-    if elementwise and bucket.group is not None and any(gradient is not None for gradient in gradients):
-        squares = _scattered(bucket, gradients, squares)
-    square = bucket.rows(squares) if elementwise else bucket.stack(squares)
-    changed = source.changed(bucket.names, gradients)
-    if changed is not None:  # what was done to g since the backward pass was not done to Σ c_i²: do it now
-        factor = changed.square()
-        square = square * (bucket.column(factor) if elementwise else factor)
-    if elementwise:
-        size, spread = bucket.sums(gradient.square(), square)
+    # what was done to g since the backward pass (`factors`) was not done to Σ c_i²: do it now
+    if not elementwise:
+        totals = bucket.stack(squares)
+        square = spread = bucket.reduce(totals if factors is None else totals * factors.square(), "sum")
+        size = _size(bucket, gradient)
+    elif isinstance(gradient, Sweep):
+        size, spread, square = gradient.sums.size, gradient.sums.spread, gradient.sums.square
     else:
-        size = bucket.sum(gradient.square())
-        square = spread = bucket.reduce(square, "sum")
-    counts = [
-        0 if gradient is None else source.samples(name) for name, gradient in zip(bucket.names, gradients, strict=True)
-    ]
+        square = bucket.rows(squares)
+        square = square if factors is None else square * bucket.column(factors.square())
+        size, spread = bucket.sums(gradient.square(), square)
+    counts = [0 if given is None else source.samples(name) for name, given in zip(bucket.names, gradients, strict=True)]
     samples = bucket.reduce(bucket.numbers(counts), "max")
     bad = ((size + spread) * 0).sum()
     return Reading(group, bucket, gradient, present, size, Moments(square, samples), bad)
+
+
+def _size(bucket: Bucket, gradient: Tensor | Sweep) -> Tensor:
+    """Σ g²."""
+    return gradient.sums.size if isinstance(gradient, Sweep) else bucket.sum(gradient.square())
 
 
 def _scattered(

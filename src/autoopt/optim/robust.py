@@ -1,6 +1,5 @@
 """rule="robust": a step relative to the size of the weights, the same for every loss, metric and model."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,12 +7,14 @@ import torch
 from torch import Tensor
 
 from autoopt.optim.bucket import Bucket
-from autoopt.optim.rule import Products
+from autoopt.optim.rule import Lengths, Products
 from autoopt.oracle import relative
 
 
 class Robust:
     """u = β u + (1 - β) g, d = u/ĥ, w ← w - ρ |w| d / rms|d|; ρ falls with n, and n while the data shifts."""
+
+    asks_mm = False
 
     def statistics(self, group: dict[str, Any]) -> Mapping[str, float | Sequence[float]]:
         return {
@@ -28,47 +29,49 @@ class Robust:
         }  # fmt: skip
 
     def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[float, float]:
-        known, live = bucket.statistics, products.live
-        age = known["age"]  # steps before this one
-        spread, whole = _corrected(known["variance"], known["measured"]), _corrected(known["gradient"], age)
-        noise = torch.where(known["measured"] > 0, spread.clamp_min(0), whole)  # no spread seen: all may be noise
-        correction = 1 - known["carry"]  # u started at zero, and so did the alignment
-        estimate = products.gm / correction
-        aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
-        aligned = bucket.keep("alignment", live & (age > 0), aligned)
-        usual = _corrected(known["usual"], age - 1).sqrt()  # the first step has no alignment
-        travels = relative.travels(aligned / correction, noise, usual, age)
-        bucket.keep("count", live & travels, known["count"] / 2)
-        bucket.keep("usual", live & (age > 0), _smooth(known["usual"], estimate.square()))
-
-        bucket.keep("gradient", live, _smooth(known["gradient"], products.gg))
-        bucket.keep("variance", products.measured, _smooth(known["variance"], products.variance))
-        bucket.keep("measured", products.measured, known["measured"] + 1)
-        bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
         return relative.MOMENTUM, 1 - relative.MOMENTUM
 
     def length(
-        self, group: dict[str, Any], bucket: Bucket, live: Tensor, direction: Tensor, weights: Tensor
+        self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths
     ) -> tuple[Tensor, Tensor]:
-        known, correction = bucket.statistics, 1 - bucket.statistics["carry"]
-        size, square = bucket.sums(direction.square(), weights.square())
+        known, live, measured = bucket.statistics, products.live, products.measured
+        correction = 1 - known["carry"]  # u started at zero, and so did the alignment
+        estimate = products.gm / correction
+        later = live & (known["age"] > 0)  # the first step has no alignment
+        self._look(bucket, live, later, estimate, correction)
+
+        correction = 1 - bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
+        size, square = lengths()
+        names = ("gradient", "usual", "variance", "size")
+        new = products.gg, estimate.square(), products.variance, size / correction.square()
+        smooth = torch._foreach_lerp([known[name] for name in names], list(new), 1 - relative.SMOOTHING)
+        where = live, later, measured, live
+        *_, average = (bucket.keep(*each) for each in zip(names, where, smooth, strict=True))
+        bucket.keep("measured", measured, known["measured"] + 1)
         age = bucket.keep("age", live, known["age"] + 1)
         start = bucket.keep("start", live & (age == 1), square)
-        average = bucket.keep("size", live, _smooth(known["size"], size / correction**2))
+
         ratio = relative.relative_step(known["count"], age)
         smallest = torch.finfo(bucket.compute).tiny
         rate = relative.rate(ratio, square, start, bucket.elements, _corrected(average, age), smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
+
+    def _look(self, bucket: Bucket, live: Tensor, later: Tensor, estimate: Tensor, correction: Tensor) -> None:
+        """See whether the weights travel, by what was known before this step and by its alignment; n falls if so."""
+        known, age = bucket.statistics, bucket.statistics["age"]
+        averages = torch.stack([known["variance"], known["gradient"], known["usual"]])
+        spread, whole, usual = _corrected(averages, torch.stack([known["measured"], age, age - 1]))
+        noise = torch.where(known["measured"] > 0, spread.clamp_min(0), whole)  # no spread seen: all may be noise
+        aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
+        aligned = bucket.keep("alignment", later, aligned)
+        travels = relative.travels(aligned / correction, noise, usual.sqrt(), age)
+        bucket.keep("count", live & travels, known["count"] / 2)
 
     def chosen(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         rate = bucket.statistics["rate"]
         return rate, torch.full_like(rate, relative.MOMENTUM)
 
 
-def _smooth(average: Tensor, value: Tensor) -> Tensor:
-    return average.lerp(value, 1 - relative.SMOOTHING)
-
-
 def _corrected(average: Tensor, steps: Tensor) -> Tensor:
     """An average that started at zero so many steps ago, without what is left of that start."""
-    return average / -torch.expm1(steps * math.log(relative.SMOOTHING))  # 1 - SMOOTHING**steps
+    return average / (1 - relative.SMOOTHING**steps)

@@ -1,9 +1,12 @@
 """SGD: the identity as metric."""
 
+from typing import Any
+
 from torch import Tensor
 
 from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
+from autoopt.optim.fused import Form
 from autoopt.optim.reading import Reading
 
 
@@ -20,3 +23,6 @@ class AutoSGD(AutoOptimizer):
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> None:
         return None
+
+    def _form(self, group: dict[str, Any]) -> Form:
+        return Form()

@@ -9,6 +9,7 @@ from torch import Tensor
 from autoopt import oracle
 from autoopt.capture import Source
 from autoopt.optim.bucket import AVERAGE, HELD, Bucket, masked
+from autoopt.optim.fused import Sweep
 from autoopt.optim.reading import Moments, Reading
 from autoopt.optim.rule import Products, Rule, Share
 
@@ -29,25 +30,51 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
     `live` units have a finite gradient that is not zero; the `rows` that move are theirs, less those of tensors without
     a gradient.
     """
-    group, bucket = reading.group, reading.bucket
+    bucket = reading.bucket
     live = finite & (reading.size > 0)
     moves = bucket.of_tensors(live)
     if reading.present is not None:
         moves = moves & reading.present
     bucket.steps.add_(moves)
     bucket.keep("count", live, bucket.statistics["count"] + 1)
+    if isinstance(reading.gradient, Sweep):
+        _move_swept(rule, source, reading, reading.gradient, live, moves)
+    else:
+        _move_rows(optimizer, rule, source, reading, reading.gradient, live, moves)
+
+
+def _move_swept(rule: Rule, source: Source, reading: Reading, sweep: Sweep, live: Tensor, moves: Tensor) -> None:
+    """By the kernels, which filter as `Robust` does; the sums are there already."""
+    group, bucket, sums, of_samples = reading.group, reading.bucket, sweep.sums, reading.moments
+    if of_samples is not None and source.ranks > 1:
+        of_samples = of_samples.of_all(source, bucket)
+    products = _judged(bucket, live, sums.gm, None, sums.gg, sums.raw_gg, of_samples)
+    rule.filter(group, bucket, products)
+    scale, shrink = rule.length(group, bucket, products, lambda: (sums.direction, sums.weights))
+    decoupled = group["weight_decay"] and not sweep.coupled
+    newest = oracle.relative.newest(bucket.statistics["count"]) if group["average"] else None
+    sweep.apply(moves, scale, shrink if decoupled else None, newest)
+
+
+def _move_rows(
+    optimizer: Metric, rule: Rule, source: Source, reading: Reading, given: Tensor, live: Tensor, moves: Tensor
+) -> None:
+    """By operations on all rows."""
+    group, bucket = reading.group, reading.bucket
     rows = moves[bucket.tensor_of_row].unsqueeze(1)
-    raw = masked(reading.gradient, rows)
+    raw = masked(given, rows)
     weights, decay = bucket.rows(bucket.here(bucket.params)), group["weight_decay"]
     coupled = decay and not group["decoupled_weight_decay"]
     gradient = masked(raw + decay * weights, rows) if coupled else raw
 
     metric = optimizer._metric(source, reading, gradient, rows)  # Ĥ, Table 1
-    products = _products(optimizer.elementwise, source, reading, live, metric, raw, gradient)
+    products = _products(optimizer.elementwise, rule, source, reading, live, metric, raw, gradient)
     kept, new = (p if isinstance(p, float) else bucket.spread(p) for p in rule.filter(group, bucket, products))
     estimate = bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)).add_(new * gradient)
     direction = over(optimizer._direction(estimate, gradient, kept, new), metric)
-    scale, shrink = rule.length(group, bucket, live, direction, weights)
+    scale, shrink = rule.length(
+        group, bucket, products, lambda: bucket.sums(direction.square(), weights.square()).unbind()
+    )
     change = direction * bucket.spread(group["lr"] * scale)  # eq. w_update-1
     if decay and not coupled:
         change = change + weights * bucket.spread(group["lr"] * decay * shrink)
@@ -61,6 +88,7 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite
 
 def _products(
     elementwise: bool,
+    rule: Rule,
     source: Source,
     reading: Reading,
     live: Tensor,
@@ -74,7 +102,8 @@ def _products(
 
     def elements() -> Iterator[Tensor]:  # one matrix at a time, of what is summed
         yield natural * estimate
-        yield over(estimate.square(), metric)
+        if rule.asks_mm:
+            yield over(estimate.square(), metric)
         if metric is not None:
             yield over(raw.square(), metric)
         if raw is not gradient:
@@ -85,9 +114,17 @@ def _products(
         of_samples = of_samples._replace(square=bucket.sums_here([over(of_samples.square, metric)])[0])
     if source.ranks > 1:
         of_rows, of_samples = _over_ranks(source, bucket, of_rows, of_samples)
-    gm, mm, *sizes = of_rows
+    gm, *sizes = of_rows
+    mm = sizes.pop(0) if rule.asks_mm else None
     raw_gg = reading.size if metric is None else sizes[0]
     gg = raw_gg if raw is gradient else sizes[-1]
+    return _judged(bucket, live, gm, mm, gg, raw_gg, of_samples)
+
+
+def _judged(
+    bucket: Bucket, live: Tensor, gm: Tensor, mm: Tensor | None, gg: Tensor, raw_gg: Tensor, of_samples: Moments | None
+) -> Products:
+    """The products with V̂, from <g, g> without weight decay (`raw_gg`) and the spread of all samples, if it is seen."""
     if of_samples is None:
         variance = bucket.statistics[HELD]
         return Products(gg, gm, mm, variance, live, live & (variance >= 0) & (gg > 0))

@@ -27,7 +27,7 @@ def relative_step(count: Tensor, age: Tensor) -> Tensor:
         count: n, steps since the data last changed.
         age: t, steps altogether.
     """
-    return (DECAY * count.clamp_min(1).rsqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)
+    return (DECAY * count.rsqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)  # count < 1 comes to LARGEST too
 
 
 def rate(ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: Tensor, smallest: float) -> Tensor:
@@ -47,7 +47,7 @@ def rate(ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: 
     """
     least = FLOOR**2 * elements
     bounded = torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least))
-    alpha = ratio * bounded.sqrt() / size.sqrt()
+    alpha = ratio * (bounded / size).sqrt()
     return torch.where(size > smallest * elements, alpha, 0.0)
 
 
@@ -65,15 +65,10 @@ def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor) -> Ten
         usual: the root mean square of <g_t, u_{t-1}>; before this step.
         age: t of each unit.
     """
-    beyond_noise = _mean_ratio(alignment, noise, age > FIRST) > STEADY
-    beyond_usual = _mean_ratio(alignment, usual, age > USUAL) > 1
-    return beyond_noise | beyond_usual
-
-
-def _mean_ratio(above: Tensor, below: Tensor, known: Tensor) -> Tensor:
-    """The mean over the units of which both are known; zero where there is none."""
-    known = known & (below > 0)
-    return torch.where(known, above / below, 0.0).sum() / known.sum().clamp_min(1)
+    limits = torch.stack([STEADY * noise, usual])
+    known = torch.stack([age > FIRST, age > USUAL]) & (limits > 0)
+    ratios = torch.where(known, alignment / limits, 0.0).sum(1) / known.sum(1)  # of units of which both are known
+    return (ratios > 1).any()  # without any such unit the ratio is no number, which is not above 1
 
 
 def newest(count: Tensor) -> Tensor:
