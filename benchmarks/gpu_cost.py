@@ -30,7 +30,7 @@ from autoopt import AutoAdam, AutoSGD
 from autoopt.moments import operation, product
 
 Subject = tuple[nn.Module, Callable[[], torch.Tensor]]
-WARM, TIMED = 20, 48
+WARM, TIMED = 18, 32  # the first 16 steps of "every 16" all measure
 
 
 def resnet(device: str, small: bool) -> Subject:

@@ -4,8 +4,8 @@
 
 Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
 half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2:
-four bounds of |w| with five seeds each. One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU
-idle, so several train at once, on streams of their own.
+four bounds of |w| with five seeds each; stage 3: larger steps at the start. One line of JSON per run
+(docs/research.md). Chunks of few runs leave a GPU idle, so several train at once, on streams of their own.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from autoopt_lab.engine.train import Chunk, make_backend
 from autoopt_lab.tasks import Data, cifar10, digits, mnist
 
 TASKS = {"mnist": mnist, "cifar10": cifar10, "digits": digits}
-CONSTANTS = {name: getattr(robust, name) for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW", "GROWTH")}
+CONSTANTS = {
+    name: getattr(robust, name) for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW", "GROWTH", "EARLY", "SIGNAL")
+}
 FIRST: dict[str, dict[str, float]] = {  # before |w| was bounded
     "base": {"LARGEST": 0.008},
     "cap 0.005": {"LARGEST": 0.005},
@@ -40,14 +43,27 @@ FIRST: dict[str, dict[str, float]] = {  # before |w| was bounded
     "warm 400": {"LARGEST": 0.008, "WARM_UP": 400},
     "cap 0.014, warm 400": {"LARGEST": 0.014, "WARM_UP": 400},
 }
-VARIANTS: dict[str, dict[str, float]] = {
-    **{name: {"GROWTH": 1e9, **changed} for name, changed in FIRST.items()},
+SECOND: dict[str, dict[str, float]] = {  # before larger steps at the start
     "growth 2": {"GROWTH": 2, "LARGEST": 0.008},
     "growth 1": {"GROWTH": 1, "LARGEST": 0.008},
     "growth 1, cap 0.011": {"GROWTH": 1, "LARGEST": 0.011},
     "growth 2, cap 0.006": {"GROWTH": 2, "LARGEST": 0.006},
 }
-SECOND = ("growth 2", "growth 1", "growth 1, cap 0.011", "growth 2, cap 0.006")
+THIRD: dict[str, dict[str, float]] = {
+    "early 0.009": {},  # the rule as it is
+    "early 0.014": {"EARLY": 0.014},
+    "growth 1, early 0.009": {"GROWTH": 1},
+}
+VARIANTS: dict[str, dict[str, float]] = {
+    **{name: {"GROWTH": 1e9, "SIGNAL": 0, **changed} for name, changed in FIRST.items()},
+    **{name: {"SIGNAL": 0, **changed} for name, changed in SECOND.items()},
+    **THIRD,
+}
+STAGES = {  # variant -> seeds
+    1: {"base": 5, **dict.fromkeys(tuple(FIRST)[1:], 2)},
+    2: dict.fromkeys(SECOND, 5),
+    3: {**dict.fromkeys(THIRD, 5), "growth 2, cap 0.006": 5},
+}
 CHANGED = (8, 32, 128)  # N at which the changes were tried at first
 
 
@@ -65,15 +81,14 @@ class Job:
         return f"{self.task} {self.kind} N={self.batch}{' shift' if self.shift else ''}: {len(self.rows)} runs"
 
 
-def jobs(stage: int, small: bool) -> list[Job]:
+def jobs(stage: int, batches: Sequence[int], small: bool) -> list[Job]:
     found = []
-    tasks, batches = (("digits",), (32,)) if small else (("cifar10", "mnist"), (8, 16, 32, 64, 128, 256))
+    tasks = ("digits",) if small else ("cifar10", "mnist")
     for batch in batches:
         for task in tasks:
             for kind in ("sgd", "adam", "adagrad"):
-                seeds = {"base": 5, **dict.fromkeys(tuple(FIRST)[1:], 2)} if stage == 1 else dict.fromkeys(SECOND, 5)
-                every = [(variant, seed) for variant, count in seeds.items() for seed in range(count)]
-                some = every if stage == 2 or batch in CHANGED else [row for row in every if row[0] == "base"]
+                every = [(variant, seed) for variant, count in STAGES[stage].items() for seed in range(count)]
+                some = every if stage > 1 or batch in CHANGED else [row for row in every if row[0] == "base"]
                 found.append(Job(task, kind, batch, None, some))
                 if batch == 128 or small:
                     found.append(Job(task, kind, batch, 5, every))
@@ -141,7 +156,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stage", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--stage", type=int, choices=STAGES, default=3)
+    parser.add_argument("--batches", type=int, nargs="*", default=[8, 16, 32, 64, 128, 256])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="digits, to try the script on a CPU")
     parser.add_argument("--epochs", type=int, default=10)
@@ -153,7 +169,11 @@ def main() -> None:
     for name in ("digits",) if options.small else ("cifar10", "mnist"):
         read = TASKS[name].data(options.data)
         data[name] = Data(*(getattr(read, part).to(options.device) for part in Data.__dataclass_fields__))
-    waiting, records, lock = jobs(options.stage, options.small), [], threading.Lock()
+    waiting, records, lock = (
+        jobs(options.stage, [32] if options.small else options.batches, options.small),
+        [],
+        threading.Lock(),
+    )
     while waiting and time.monotonic() < end:
         now, waiting = waiting[: options.at_once], waiting[options.at_once :]
         ready = [(job, *prepared(job, data[job.task], options)) for job in now]

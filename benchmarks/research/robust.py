@@ -40,7 +40,7 @@ class Robust:
     def __init__(
         self, weights: list[Tensor], metric: str = "sgd", *, cap: float = 0.006, c: float = 0.2, warm: int = 100,
         beta: float = 0.9, threshold: float = 0.3, unusual: float = 1.0, window: float = 4.0, clip: bool = False,
-        floor: float = 0.05, growth: float = 2.0, early: float = 0.014, signal: float = 0.02,
+        floor: float = 0.05, growth: float = 2.0, early: float = 0.009, signal: float = 0.02,
     ) -> None:  # fmt: skip
         self.weights, self.metric, self.cap, self.c, self.warm, self.beta = weights, metric, cap, c, warm, beta
         self.threshold, self.unusual, self.window, self.clip = threshold, unusual, window, clip

@@ -69,7 +69,9 @@ class _Tensor:
     def move(self, count: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h
         self.sizes.append((d * d).sum().item())
-        ratio = min(0.006, 0.2 / max(count, 1) ** 0.5) * min(1, self.t / 100)
+        share = 1 - recent(self.variances) / recent(self.gradients) if self.variances else 0.0
+        largest = max(0.006, min(0.009, 0.2 / self.t**0.5, 0.02 * max(share, 0) ** 0.5))
+        ratio = min(largest, 0.2 / max(count, 1) ** 0.5) * min(1, self.t / 100)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
         self.rate = ratio * length / recent(self.sizes) ** 0.5

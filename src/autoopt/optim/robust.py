@@ -46,14 +46,18 @@ class Robust:
         new = products.gg, estimate.square(), products.variance, size / correction.square()
         smooth = torch._foreach_lerp([known[name] for name in names], list(new), 1 - relative.SMOOTHING)
         where = live, later, measured, live
-        *_, average = (bucket.keep(*each) for each in zip(names, where, smooth, strict=True))
-        bucket.keep("measured", measured, known["measured"] + 1)
+        for each in zip(names, where, smooth, strict=True):
+            bucket.keep(*each)
+        seen = bucket.keep("measured", measured, known["measured"] + 1)
         age = bucket.keep("age", live, known["age"] + 1)
         start = bucket.keep("start", live & (age == 1), square)
 
-        ratio = relative.relative_step(known["count"], age)
+        averages = torch.stack([known["variance"], known["gradient"], known["size"]])
+        spread, whole, average = _corrected(averages, torch.stack([seen, age, age]))
+        share = torch.where(seen > 0, 1 - spread / whole, 0.0)  # no spread seen: all may be noise
+        ratio = relative.relative_step(known["count"], age, share)
         smallest = torch.finfo(bucket.compute).tiny
-        rate = relative.rate(ratio, square, start, bucket.elements, _corrected(average, age), smallest)
+        rate = relative.rate(ratio, square, start, bucket.elements, average, smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
 
     def _look(self, bucket: Bucket, live: Tensor, later: Tensor, estimate: Tensor, correction: Tensor) -> None:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise: the last hundred steps
-LARGEST = 0.006  # relative step that no tensor exceeds
+LARGEST = 0.006  # relative step that no tensor exceeds, but at the start
+EARLY = 0.009  # that it does not exceed at the start, where
+SIGNAL = 0.02  # it is at most this times the root of the share of signal in the gradient
 DECAY = 0.2  # the relative step after n steps is at most DECAY/√n
 WARM_UP = 100  # steps over which the relative step rises to its size
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least: biases start at zero
@@ -20,14 +22,16 @@ FIRST = 10  # steps before anything is said of that
 USUAL = 100  # steps before it is known how large an alignment is usual
 
 
-def relative_step(count: Tensor, age: Tensor) -> Tensor:
+def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
     """ρ, the length of a step over that of the weights.
 
     Args:
         count: n, steps since the data last changed.
         age: t, steps altogether.
+        share: of signal in the gradient, 1 - V̂/<g, g>.
     """
-    return (DECAY * count.rsqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)  # count < 1 comes to LARGEST too
+    largest = torch.minimum(DECAY * age.rsqrt(), SIGNAL * share.clamp_min(0).sqrt()).clamp(LARGEST, EARLY)
+    return torch.minimum(DECAY * count.rsqrt(), largest) * (age / WARM_UP).clamp_max(1)  # count < 1: the largest too
 
 
 def rate(ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: Tensor, smallest: float) -> Tensor:

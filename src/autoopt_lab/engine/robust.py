@@ -17,7 +17,9 @@ from autoopt_lab.engine.rules import State, Step, Trace, divided
 
 MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise
-LARGEST = 0.006  # relative step ρ
+LARGEST = 0.006  # relative step ρ, but at the start
+EARLY = 0.009  # there, and
+SIGNAL = 0.02  # times the root of the share of signal
 DECAY = 0.2  # ρ after n steps is at most DECAY/√n
 WARM_UP = 100  # steps
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
@@ -42,8 +44,9 @@ class Robust(Automatic):
             "count": zero,  # n
             "momentum_power": zero + 1,  # β^t; the powers are products, which round the same in every run
             "smoothing_power": zero + 1,
-            "size": zero,  # averages of |d|², V̂ (or <g,g>, where there is no V̂), <g,u>
+            "size": zero,  # averages of |d|², V̂ (or <g,g>, where there is no V̂), <g,g>, <g,u>
             "noise": zero,
+            "gradient": zero,
             "alignment": zero,
             "usual": zero,  # average of <g,u>²
             "start": self.layout.total(weights * weights),  # |w|² before the first step
@@ -65,7 +68,10 @@ class Robust(Automatic):
         estimate = MOMENTUM * state["estimate"] + (1 - MOMENTUM) * gradient
         direction = divided(estimate, h) / spread(1 - momentum_power)  # u started at zero
         size = _smooth(state["size"], total(direction * direction))
-        rate = self._rate(count, age, total(weights * weights), state["start"], size / (1 - smoothing_power))
+        noise = _smooth(state["noise"], self._noise(statistics))
+        whole = _smooth(state["gradient"], statistics.gg)
+        ratio = self._ratio(count, age, 1 - noise / whole)
+        rate = ratio * self._bounded(total(weights * weights), state["start"]) / (size / (1 - smoothing_power)).sqrt()
         moved = weights - self.option["lr"] * spread(rate) * direction
         newest = (WINDOW + 1) / (count.clamp_min(1) + WINDOW)
         new |= {
@@ -76,7 +82,8 @@ class Robust(Automatic):
             "momentum_power": momentum_power,
             "smoothing_power": smoothing_power,
             "size": size,
-            "noise": _smooth(state["noise"], self._noise(statistics)),
+            "noise": noise,
+            "gradient": whole,
             "alignment": alignment,
             "usual": usual,
             "rate": rate,
@@ -116,12 +123,15 @@ class Robust(Automatic):
             total = total + ratio[:, tensor : tensor + 1]
         return total / known.sum(1, keepdim=True).clamp_min(1)
 
-    def _rate(self, count: Tensor, age: Tensor, weights: Tensor, start: Tensor, size: Tensor) -> Tensor:
-        """α such that the step has the length ρ |w|."""
-        ratio = (DECAY / count.clamp_min(1).sqrt()).clamp_max(LARGEST) * (age / WARM_UP).clamp_max(1)
+    def _ratio(self, count: Tensor, age: Tensor, share: Tensor) -> Tensor:
+        """ρ."""
+        largest = torch.minimum(DECAY / age.sqrt(), SIGNAL * share.clamp_min(0).sqrt()).clamp(LARGEST, EARLY)
+        return torch.minimum(DECAY / count.clamp_min(1).sqrt(), largest) * (age / WARM_UP).clamp_max(1)
+
+    def _bounded(self, weights: Tensor, start: Tensor) -> Tensor:
+        """|w|, between its bounds; both arguments are squares."""
         least = FLOOR**2 * self.layout.elements.to(weights.dtype)
-        bounded = torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least))
-        return ratio * bounded.sqrt() / size.sqrt()
+        return torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least)).sqrt()
 
 
 def _smooth(average: Tensor, value: Tensor) -> Tensor:
