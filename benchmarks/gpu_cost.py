@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_cost.py --out FILE [--only resnet18] [--profile] [--device cpu --small]
 
-Needs torch, transformers and a CUDA device. In one process: the plain optimizer, ours, the plain one again, 40 steps
-each after 20; the time of a step is the median over steps, memory the peak. "eager" is the loop as people write it,
+Needs torch, transformers and a CUDA device. In one process: the plain optimizer, ours, the plain one again, 32 steps
+each after 18; the time of a step is the median over steps, memory the peak. "eager" is the loop as people write it,
 "compiled" the same with torch.compile(model), and "graph" the whole step (forward, backward and step()) as one CUDA
 graph, in which the host costs nothing. "every 16" is measure_every=16, of which a mean is taken too.
 """

@@ -55,8 +55,8 @@ THIRD: dict[str, dict[str, float]] = {
     "growth 1, early 0.009": {"GROWTH": 1},
 }
 VARIANTS: dict[str, dict[str, float]] = {
-    **{name: {"GROWTH": 1e9, "SIGNAL": 0, **changed} for name, changed in FIRST.items()},
-    **{name: {"SIGNAL": 0, **changed} for name, changed in SECOND.items()},
+    **{name: {"GROWTH": 1e9, "SIGNAL": 0, "EARLY": 1, **changed} for name, changed in FIRST.items()},
+    **{name: {"SIGNAL": 0, "EARLY": 1, **changed} for name, changed in SECOND.items()},
     **THIRD,
 }
 STAGES = {  # variant -> seeds
