@@ -22,4 +22,4 @@ __all__ = [
     "Tuned",
     "watch",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
