@@ -1,20 +1,22 @@
 """Which samples are looked at, where to look at all of them would cost more than the backward pass itself.
 
 Most layers give Σ_i c_i² of the whole batch for little. Convolutions, and linear layers over positions, have to form
-the contribution of each sample, as large as the weight, only to square it. So, unless all are asked for, they look at
-as many samples as fit into a small room, at least one. These are evenly spaced: in a batch of random order they are as
+the contribution of each sample, as large as the weight, only to square it. So, unless all are asked for, they look at a
+few samples where all would not fit into a small room. These are evenly spaced: in a batch of random order they are as
 good as any, so that N/m times the sum over the m is an unbiased estimate of the sum over all. The choice depends on
 nothing but sizes, so that a run that is resumed, or skips a step, looks at the samples it would have looked at.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from autoopt.moments import Moments, Operation
+from autoopt.moments import Moments, Operation, wide
 
 CPU_ROOM, GPU_ROOM = 1 << 18, 1 << 22  # elements: formed and squared in a small part of a backward pass
+FEW = 2  # samples; the rule averages over a hundred steps
 
 
 class Some(NamedTuple):
@@ -34,9 +36,9 @@ class Sampler:
     def choose(self, samples: int, each: int, device: torch.device) -> Some | None:
         """Those to look at, where one takes so many elements; None: all of them."""
         room = CPU_ROOM if device.type == "cpu" else GPU_ROOM
-        if self.exact or samples * each <= room:
+        if self.exact or samples <= FEW or samples * each <= room:
             return None
-        stride = -(-samples // max(1, room // each))
+        stride = -(-samples // FEW)
         first = (stride - 1) // 2
         number = -(-(samples - first) // stride)
         return Some(slice(first, samples, stride), number, samples / number)
@@ -50,5 +52,12 @@ class Sampler:
             dx = None if weight is None else operation.input_gradient(dy, kept, weight)
             return dx, operation.weight_moments(dy, kept, total)
         dx, dw = operation.gradients(dy, kept, weight)
-        square = operation.weight_moments(dy[some.rows], operation.select(kept, some.rows), total).square
-        return dx, Moments(dw, square * some.share)
+        starts = range(some.rows.start, len(dy), some.rows.step)
+        squares = [_square(operation, dy, kept, slice(start, start + 1), total) for start in starts]
+        return dx, Moments(dw, functools.reduce(torch.add, squares) * some.share)
+
+
+def _square(operation: Operation, dy: Tensor, kept: tuple[Tensor, ...], one: slice, total: bool) -> Tensor:
+    """c² of one sample: the gradient of a batch of one, by torch's own kernels."""
+    c = wide(operation.weight_gradient(dy[one], operation.select(kept, one)))
+    return c.flatten().dot(c.flatten()) if total else c.square()
