@@ -149,3 +149,20 @@ def test_the_paper_does_not_depend_on_the_room(monkeypatch: pytest.MonkeyPatch) 
             model(x).square().mean().backward()
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_an_estimate_below_zero_counts_in_the_steps_between_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two samples looked at add nothing, so V̂ is below zero; to leave that out would bias the average."""
+    monkeypatch.setattr(sampled, "CPU_ROOM", 10)
+    model = nn.Conv1d(1, 2, 3, bias=False)
+    optimizer = AutoSGD(model, measure_every=2)
+    x = torch.randn(8, 1, 6)
+    x[[1, 5]] = 0
+    for _ in range(4):  # the last one does not measure
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    state = optimizer.state[model.weight]
+    assert state["held"] < 0
+    assert state["measured"] == 4
+    assert optimizer.tuned()["weight"].noise == 0

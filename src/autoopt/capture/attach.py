@@ -34,16 +34,13 @@ class Capture(Source):
         model: owns the parameters; nothing in it is changed but the class of the covered layers.
         parameters: name as in `model.named_parameters()` -> parameter. Every one that trains must be covered.
         elementwise: gather Σ_i c_i² for every element (a metric weighs it later), or only its total.
-        exact: look at every sample, or at some where that costs much: see `sampled`.
     """
 
     model: nn.Module
 
-    def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, elementwise: bool, exact: bool = True
-    ) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, elementwise: bool) -> None:
         super().__init__(model)
-        self.ledger = Ledger(self.current, total=not elementwise, exact=exact)
+        self.ledger = Ledger(self.current, total=not elementwise)
         self.sites: dict[str, Site] = {}
         self.bare = Bare(model, self.ledger, self.sites)
         self.current.entrance = Entrance(model, self.sites, self.current)
@@ -56,7 +53,7 @@ class Capture(Source):
 
     @property
     def exact(self) -> bool:
-        """Whether every sample is looked at everywhere."""
+        """Whether every sample is looked at everywhere, or few where that costs much: see `sampled`."""
         return self.ledger.sampler.exact
 
     @exact.setter

@@ -27,11 +27,10 @@ class Ledger:
     Args:
         current: the pass that the sites share.
         total: only the total of Σ_i c_i² is asked for.
-        exact: look at every sample, whatever it costs.
     """
 
-    def __init__(self, current: Pass, *, total: bool, exact: bool = True) -> None:
-        self.current, self.total, self.sampler = current, total, Sampler(exact=exact)
+    def __init__(self, current: Pass, *, total: bool) -> None:
+        self.current, self.total, self.sampler = current, total, Sampler()
         self.parameters: dict[str, nn.Parameter] = {}  # all that may be entered
         self.names: dict[nn.Parameter, str] = {}
         self.gathered: dict[str, nn.Parameter] = {}  # what stands for a sharded parameter while its module runs

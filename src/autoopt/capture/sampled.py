@@ -30,7 +30,7 @@ class Some(NamedTuple):
 class Sampler:
     """The choice of samples; `exact` looks at all."""
 
-    def __init__(self, *, exact: bool) -> None:
+    def __init__(self, exact: bool = True) -> None:
         self.exact = exact
 
     def choose(self, samples: int, each: int, device: torch.device) -> Some | None:

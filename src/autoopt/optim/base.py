@@ -76,7 +76,7 @@ class AutoOptimizer(Optimizer, ABC):
     corrected = False  # whether the metric has the factor 1 - β^t of eq. Hessian_Adam
     metric_options: tuple[str, ...] = ()  # what a group may set, besides `Shared`
     smoothing: float  # υ of rule="paper" where the user gives none
-    exact = False  # whether the metric needs every sample
+    asks_all = False  # whether the metric needs every sample
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class AutoOptimizer(Optimizer, ABC):
         """Say whether every sample is looked at: where any group needs it."""
         if isinstance(self._now.source, Capture):
             wanted = any(group["exact"] or group["rule"] == "paper" for group in self.param_groups)
-            self._now.source.exact = self.exact or wanted
+            self._now.source.exact = self.asks_all or wanted
 
     @abstractmethod
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None:
@@ -271,12 +271,14 @@ class AutoOptimizer(Optimizer, ABC):
 
     def _fused(self, group: dict[str, Any], bucket: Bucket) -> Form | None:
         """The metric, if kernels do the step. A subclass that changes what `_form` tells of must tell it anew."""
+        if not suits(group, bucket):
+            return None
         order = type(self).__mro__
         told, *meant = (
             next(place for place, kind in enumerate(order) if name in vars(kind))
             for name in ("_form", "_metric", "_direction", "_moved")
         )
-        return self._form(group) if told <= min(meant) and suits(group, bucket) else None
+        return self._form(group) if told <= min(meant) else None
 
     def _buffers(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The names of the tensors that the metric keeps for each parameter."""

@@ -28,7 +28,7 @@ class AutoGaussNewton(AutoOptimizer):
     """
 
     elementwise = True
-    exact = True  # the squares of few samples are no curvature
+    asks_all = True  # the squares of few samples are no curvature
     metric_options = ("decay", "damping")
     smoothing = 0.99999
 

@@ -49,7 +49,6 @@ def _move_swept(rule: Rule, source: Source, reading: Reading, sweep: Sweep, live
     if of_samples is not None and source.ranks > 1:
         of_samples = of_samples.of_all(source, bucket)
     products = _judged(bucket, live, sums.gm, None, sums.gg, sums.raw_gg, of_samples)
-    rule.filter(group, bucket, products)
     scale, shrink = rule.length(group, bucket, products, lambda: (sums.direction, sums.weights))
     decoupled = group["weight_decay"] and not sweep.coupled
     newest = oracle.relative.newest(bucket.statistics["count"]) if group["average"] else None
@@ -127,7 +126,7 @@ def _judged(
     """The products with V̂, from <g, g> without weight decay (`raw_gg`) and the spread of all samples, if it is seen."""
     if of_samples is None:
         variance = bucket.statistics[HELD]
-        return Products(gg, gm, mm, variance, live, live & (variance >= 0) & (gg > 0))
+        return Products(gg, gm, mm, variance, live, live & ~variance.isnan() & (gg > 0))
 
     square, samples = of_samples
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
