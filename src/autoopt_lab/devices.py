@@ -1,4 +1,8 @@
-"""Where chunks are trained: on the devices of this machine, with one process for each, or on a Ray cluster."""
+"""Where chunks are trained: on the devices of this machine, with one process for each, or on a Ray cluster.
+
+A GPU that is named several times trains as many chunks at once, from threads of one process, each on a stream of its
+own: chunks of few runs leave a GPU idle, and processes would take turns on it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -50,7 +54,7 @@ here = Place()
 
 
 def devices(choice: str) -> list[str]:
-    """One process per entry. "auto": every GPU, else the CPU; "cpu": a process per core; else as listed."""
+    """One chunk at a time per entry. "auto": every GPU, else the CPU; "cpu": a process per core; else as listed."""
     gpus = [f"cuda:{k}" for k in range(torch.cuda.device_count())]
     if choice == "auto":
         choice = ",".join(gpus) or "cpu"
@@ -79,21 +83,43 @@ def chosen(on: str, address: str, choice: str) -> Iterator[Pool]:
 
 @contextmanager
 def processes(names: Sequence[str]) -> Iterator[Pool]:
-    """A pool with a process for every device named; a single one is this process itself."""
+    """A pool with a process for every device named; a single one is this process itself, however often it is named."""
     global here
     title = ", ".join(names)
     if len(names) == 1:
         here = Place(names[0])
         yield Pool(title, names[0], _Here().submit, lambda: 1)
         return
+    if len(set(names)) == 1 and names[0].startswith("cuda"):
+        with _streams(names[0], len(names)) as threads:
+            yield threads
+        return
     spawn = multiprocessing.get_context("spawn")
     queue, stop = spawn.Queue(), spawn.Event()
     for name in names:
         queue.put(name)
-    threads = max(1, (os.cpu_count() or 1) // len(names))
-    pool = ProcessPoolExecutor(len(names), spawn, initializer=_start, initargs=(queue, stop, threads, sys.argv))
+    cores = max(1, (os.cpu_count() or 1) // len(names))
+    pool = ProcessPoolExecutor(len(names), spawn, initializer=_start, initargs=(queue, stop, cores, sys.argv))
     try:
         yield Pool(title, names[0], pool.submit, lambda: len(names))
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _streams(name: str, count: int) -> Iterator[Pool]:
+    """A pool with `count` threads of this process on one GPU, each with its stream."""
+    global here
+    stop = threading.Event()
+    here = Place(name, stop)
+
+    def start() -> None:
+        torch.cuda.set_stream(torch.cuda.Stream(name))  # of this thread
+
+    pool = ThreadPoolExecutor(count, initializer=start)
+    try:
+        yield Pool(f"{name}, {count} chunks at once", name, pool.submit, lambda: count)
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)

@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--data", type=Path, help="with MNIST/raw and cifar-10-batches-py; else AUTOOPT_DATA, else fetched"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, or a list: cuda:0,cuda:0 for two processes on it")
+    parser.add_argument("--device", default="auto", help="auto, cpu, or a list: cuda:0,cuda:0 for two chunks at once")
     parser.add_argument("--on", default="here", help="here, or ray: train on the Ray cluster at --address")
     parser.add_argument(
         "--address", default="auto", help="of the Ray cluster, HOST:PORT; auto: the one of this machine"

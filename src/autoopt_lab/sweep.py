@@ -93,12 +93,15 @@ def subject(task: str, conditions: Conditions, folder: Path | None, device: str)
         raise SweepError(f"the task {task} must define NET, an engine Net, and data(folder), as tasks/mnist.py does")
     data = read(folder)
     train_part, test_part = slice(conditions.train_samples), slice(conditions.test_samples)
-    return net, Data(
+    on_device = Data(
         data.train_inputs[train_part].to(device),
         data.train_targets[train_part].to(device),
         data.test_inputs[test_part].to(device),
         data.test_targets[test_part].to(device),
     )
+    if device.startswith("cuda"):
+        torch.cuda.current_stream(device).synchronize()  # other streams read it
+    return net, on_device
 
 
 def _module(task: str) -> ModuleType:
@@ -141,7 +144,7 @@ def train_chunk(jobs: list[Job], conditions: Conditions, folder: Path | None, de
 
     def on_epoch(epoch: int) -> None:
         if device.startswith("cuda"):
-            torch.cuda.synchronize(device)  # or the clock would show when the work was handed over
+            torch.cuda.current_stream(device).synchronize()  # or the clock would show when the work was handed over
         ends.append(time.monotonic())
         left = (conditions.epochs - epoch) * (ends[-1] - ends[-2] if epoch > 1 else 0)  # the first builds kernels, too
         if epoch < conditions.epochs and (ends[-1] + left > deadline or devices.here.stopping()):

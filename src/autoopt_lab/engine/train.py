@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,8 @@ from autoopt_lab.engine.net import Net
 from autoopt_lab.engine.reference import Gradients, Reference
 from autoopt_lab.engine.registry import make_rule
 from autoopt_lab.tasks import Data
+
+_CAPTURING = threading.Lock()  # one CUDA graph at a time
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,10 @@ class Chunk:
         """The step as it is on a CPU, as one CUDA graph on a GPU."""
         if not self.weights.is_cuda:
             return self.step
+        with _CAPTURING:
+            return self._captured()
+
+    def _captured(self) -> Callable[[], None]:
         buffers = [self.weights, self.averaged, self.step_count, self.trace, self.loss, *self.state.values()]
         kept = [x.clone() for x in buffers]
         side = torch.cuda.Stream()
@@ -220,7 +227,7 @@ class Chunk:
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on training
             self.step()
         for buffer, value in zip(buffers, kept, strict=True):
             buffer.copy_(value)
