@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from autoopt.capture import sampled
 from autoopt.capture.copies import enter
 from autoopt.capture.site import Site
 from autoopt.moments import Contributions, Product
@@ -59,7 +60,8 @@ class Composite(Site):
         """The gradient of a weight, whose contributions are reported."""
         name = self.sole(weight)
         if name is not None:
-            _, (gradient, square) = self.ledger.sampler.moments(Linear(), use.delta, (use.a,), None, self.total)
+            some = self.ledger.sampler.of(Linear(), use.a, weight)
+            _, (gradient, square) = sampled.moments(Linear(), use.delta, (use.a,), None, some, self.total)
             self.ledger.add_square(name, len(use.delta), square, ctx.outer)
             return gradient
         self.enter(weight, len(use.delta), use, ctx)

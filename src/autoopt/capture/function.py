@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoopt.capture.current import executes
+from autoopt.capture.sampled import bias_moments, moments
 from autoopt.capture.site import Site
 from autoopt.moments import Operation
 
@@ -39,6 +40,7 @@ class Observe(torch.autograd.Function):
         output, kept = operation.forward(x, weight, bias)
         ctx.save_for_backward(weight if ctx.needs_input_grad[3] else None, *kept)
         ctx.operation, ctx.site, ctx.derived = operation, site, derived or {}
+        ctx.some = site.ledger.sampler.of(operation, x, weight)
         ctx.part, ctx.fold = "", 1 if operation.positional else site.fold
         if not torch.compiler.is_compiling():
             site.opened(ctx)
@@ -65,7 +67,7 @@ class Observe(torch.autograd.Function):
             dx, dw = operation.gradients(dy, kept, weight)
             site.book("weight", operation.weight_use(dy, kept), rows, ctx)
         elif needs_weight or observes_weight:
-            dx, (dw, w2) = site.ledger.sampler.moments(operation, dy, kept, weight, site.total)
+            dx, (dw, w2) = moments(operation, dy, kept, weight, ctx.some, site.total)
         elif needs_x:
             dx = operation.input_gradient(dy, kept, weight)
         if needs_bias and site.books("bias", ctx.fold):
@@ -73,7 +75,7 @@ class Observe(torch.autograd.Function):
             db = contributions.sum(0)
             site.book("bias", contributions.__getitem__, rows, ctx)
         elif needs_bias or observes_bias:
-            db, b2 = operation.bias_moments(dy, site.total)
+            db, b2 = bias_moments(operation, dy, ctx.some, site.total)
         samples = uses = None
         if w2 is not None or b2 is not None:
             if compiled:

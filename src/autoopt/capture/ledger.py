@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoopt.capture.audit import Audit
 from autoopt.capture.current import Pass, executes
-from autoopt.capture.sampled import Sampler
+from autoopt.capture.sampled import Sampler, squared
 from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
 
 
@@ -39,7 +39,9 @@ class Ledger:
         self.audit = Audit()
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
-        self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `_adds_to` found
+        self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
+        self._some: dict[str, Tensor] = {}  # Σ c_i² of some samples, or the root of its total, each for `_share` of all
+        self._share = 1.0
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
@@ -62,7 +64,7 @@ class Ledger:
 
     def add(self, name: str, samples: int, contributions: Contributions, outer: int = -1) -> None:
         """Enter one use of a parameter, during a backward pass. `outer`: see `Pass.enter`."""
-        if not self._adds_to(name):
+        if not self.adds_to(name):
             return
         graph = self._open(name, samples, outer)
         if self._squared.get(name) == graph:
@@ -72,13 +74,17 @@ class Ledger:
 
     def add_square(self, name: str, samples: int, square: Tensor, outer: int = -1) -> None:
         """Enter Σ_i c_i² of a parameter that has no other use in this pass."""
-        if not self._adds_to(name):
-            return
-        graph = self._open(name, samples, outer)
-        if self._squared.get(name) == graph or name in self._uses:
-            raise RuntimeError(_late(name))
-        self._squared[name] = graph
-        self.book(name, samples, square)
+        if self.adds_to(name):
+            self._open_alone(name, samples, outer)
+            self.book(name, samples, square)
+
+    def add_some(self, name: str, samples: int, c: Tensor, share: float, outer: int = -1) -> None:
+        """Enter what some samples add to such a parameter, each of which stands for `share` of them."""
+        if self.adds_to(name):
+            self._open_alone(name, samples, outer)
+            # A total is squared and multiplied at the end of the pass, with all the others.
+            self._some[name] = torch.linalg.vector_norm(c, dtype=precision(c)) if self.total else squared(c, False)
+            self._share, self._rows = share, samples
 
     def add_derived(
         self, derived: Tensor, samples: int, contributions: Contributions, *, sole: bool, outer: int = -1
@@ -89,11 +95,11 @@ class Ledger:
         kept until the end of the pass, unless this is the `sole` use of those parameters.
         """
         names = [self.names[parameter] for parameter in sources(derived) if parameter in self.names]
-        names = [name for name in names if self._adds_to(name)]
+        names = [name for name in names if self.adds_to(name)]
         if not names:
             return
         parameters = [self.used(name) for name in names]
-        some = self.sampler.choose(samples, derived.numel(), derived.device) if sole else None
+        some = self.sampler.choose(samples, derived.numel()) if sole else None
         parts = slices(samples, derived) if some is None else [some.rows]
         pulled = (pull_back(derived, parameters, contributions(rows)) for rows in parts)
         if sole:
@@ -101,7 +107,7 @@ class Ledger:
             for part in pulled:
                 for name, c in zip(names, part, strict=True):
                     if c is not None:
-                        squares[name] = squares.get(name, 0) + _square(c, self.total)
+                        squares[name] = squares.get(name, 0) + squared(c, self.total)
             for name, square in squares.items():
                 self.add_square(name, samples, square if some is None else square * some.share, outer)
             return
@@ -117,10 +123,21 @@ class Ledger:
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
                 self.book(name, self._rows, self.second_moment(entered, self._rows, self.parameters[name]))
+            self._book_some()
+
+    def _book_some(self) -> None:
+        some, self._some = self._some, {}
+        if some:
+            found = list(some.values())
+            if self.total:
+                torch._foreach_mul_(found, found)
+            torch._foreach_mul_(found, self._share)
+            for name, each in zip(some, found, strict=True):
+                self.book(name, self._rows, each)
 
     def second_moment(self, uses: Sequence[Contributions], samples: int, parameter: Tensor) -> Tensor:
         """Σ_i c_i² with c_i = Σ over the uses, of all samples or by those that are looked at."""
-        some = self.sampler.choose(samples, parameter.numel(), parameter.device)
+        some = self.sampler.choose(samples, parameter.numel())
         if some is None:
             return second_moment(uses, samples, parameter, self.total)
         theirs = [restricted(use, some.rows) for use in uses]
@@ -133,10 +150,10 @@ class Ledger:
 
     def _drop(self) -> None:
         """Forget the uses of a pass that did not come to its end."""
-        self._uses = {}
+        self._uses, self._some = {}, {}
         self.audit.drop()
 
-    def _adds_to(self, name: str) -> bool:
+    def adds_to(self, name: str) -> bool:
         """Whether the pass that runs this adds to the parameter's gradient. `autograd.grad` does not."""
         graph = torch._C._current_graph_task_id()
         if self._added[0] != graph:
@@ -145,6 +162,12 @@ class Ledger:
         if name not in found:
             found[name] = executes(torch.autograd.graph.get_gradient_edge(self.used(name)).node)
         return found[name]
+
+    def _open_alone(self, name: str, samples: int, outer: int) -> None:
+        graph = self._open(name, samples, outer)
+        if self._squared.get(name) == graph or name in self._uses:
+            raise RuntimeError(_late(name))
+        self._squared[name] = graph
 
     def _open(self, name: str, samples: int, outer: int) -> int:
         graph = self.current.enter(name, samples, outer)
@@ -186,7 +209,7 @@ def second_moment(uses: Sequence[Contributions], samples: int, parameter: Tensor
         c = wide(uses[0](rows))
         for use in uses[1:]:
             c = c + use(rows)
-        square += _square(c, total)
+        square += squared(c, total)
     return square
 
 
@@ -201,12 +224,6 @@ def restricted(use: Contributions, rows: slice) -> Contributions:
         return use(slice(chosen.start, chosen.stop, chosen.step))
 
     return contributions
-
-
-def _square(contributions: Tensor, total: bool) -> Tensor:
-    """Σ_i c_i², elementwise or in total."""
-    c = wide(contributions)
-    return c.flatten().dot(c.flatten()) if total else c.square().sum(0)
 
 
 def slices(samples: int, parameter: Tensor) -> Iterable[slice]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture import glance
 from autoopt.capture.composite import Composite
 from autoopt.capture.current import observable
 from autoopt.capture.distributed import active_group
@@ -51,7 +52,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
 
 
 def _run(layer: Any, x: Tensor) -> Tensor:
-    """A layer's forward pass through Observe."""
+    """A layer's forward pass through Observe, or with a glance at it."""
     site: Site = layer.__dict__[SITE]
     if not torch.compiler.is_compiling():
         site.current.group = active_group() or site.current.group
@@ -74,6 +75,9 @@ def _run(layer: Any, x: Tensor) -> Tensor:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
         lower = torch.get_autocast_dtype(x.device.type)
         batch, weight, bias = batch.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
+    some = None if single or windows else glance.suits(site, operation, batch, weight)
+    if some is not None:
+        return glance.run(site, operation, batch, weight, bias, some)
     leaves = site.leaves(batch.device)
     output: Tensor = Observe.apply(operation, site, derived, batch, weight, bias, *leaves)  # type: ignore[no-untyped-call]
     if single:

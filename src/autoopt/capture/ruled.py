@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from autoopt.capture.copies import Sole, enter, once
 from autoopt.capture.ledger import Ledger
+from autoopt.capture.sampled import moments
 from autoopt.moments import Operation
 from autoopt.moments.conv import Conv
 from autoopt.moments.embedding import Embedding
@@ -40,7 +41,7 @@ class Ruled(torch.autograd.Function):
         output, kept = operation.forward(x, weight, bias)
         ctx.save_for_backward(weight if ctx.needs_input_grad[4] else None, *kept)
         ctx.operation, ctx.ledger, ctx.known, ctx.sole = operation, ledger, known, sole
-        ctx.derived, ctx.spent = known.weight, False
+        ctx.derived, ctx.spent, ctx.some = known.weight, False, ledger.sampler.of(operation, x, weight)
         ctx.outer = torch._C._current_graph_task_id()
         return output
 
@@ -55,7 +56,7 @@ class Ruled(torch.autograd.Function):
         weight = weight if needs_x else None
         dx = dw = db = None
         if needs_weight and known.weight in ledger.names and ctx.sole(known.weight):
-            dx, (dw, square) = ledger.sampler.moments(operation, dy, kept, weight, ledger.total)
+            dx, (dw, square) = moments(operation, dy, kept, weight, ctx.some, ledger.total)
             ledger.add_square(ledger.names[known.weight], len(dy), square, ctx.outer)
         elif needs_weight:
             dx, dw = operation.gradients(dy, kept, weight)

@@ -164,6 +164,10 @@ class Site:
 
     # The backward pass.
 
+    def adds_to(self, role: str) -> bool:
+        """Whether the pass that runs this adds to the gradient of the parameter that has this role."""
+        return self.parameter(role).requires_grad and self.ledger.adds_to(self.names[role])
+
     def check(self, rows: int, ctx: Any) -> None:
         """Before the moments of a backward pass: is what they would be added to, and what they are, what it seems?"""
         self.closed(ctx)

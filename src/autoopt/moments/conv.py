@@ -45,10 +45,6 @@ class Conv(Operation):
             return self._in_tiles(dy, x, total)
         return self._one_by_one(dy, x, shape, total)
 
-    def each(self, dy: Tensor, kept: tuple[Tensor, ...]) -> int:
-        (x,) = kept
-        return self._each(dy, x, self._by_row(self._shape(dy, x)))
-
     def gradients(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
         if weight is None:
             return None, self.weight_gradient(dy, kept)
@@ -194,10 +190,6 @@ class ConvTranspose(Operation):
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         conv, image = self._image(dy)
         return conv.weight_moments(kept[0], (image,), total)
-
-    def each(self, dy: Tensor, kept: tuple[Tensor, ...]) -> int:
-        conv, image = self._image(dy)
-        return conv.each(kept[0], (image,))
 
     def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         conv, image = self._image(dy)

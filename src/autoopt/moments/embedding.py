@@ -26,6 +26,9 @@ class Embedding(Operation):
     def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
         raise AssertionError("indices have no gradient")
 
+    def forms(self, x: Tensor) -> bool:
+        return False
+
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         gradient = self.weight_gradient(dy, kept)
         token, contribution = self._occurring(kept[0], wide(dy))
@@ -83,6 +86,9 @@ class EmbeddingBag(Operation):
 
     def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
         raise AssertionError("indices have no gradient")
+
+    def forms(self, x: Tensor) -> bool:
+        return False
 
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         return self.embedding.weight_moments(self._at_positions(dy, *kept), kept, total)

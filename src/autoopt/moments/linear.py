@@ -28,8 +28,8 @@ class Linear(Operation):
             return outer_moments(dy, x, total)
         return sequence_moments(dy.flatten(1, -2), x.flatten(1, -2), total)
 
-    def each(self, dy: Tensor, kept: tuple[Tensor, ...]) -> int:
-        return 0 if dy.dim() == 2 else dy.shape[-1] * kept[0].shape[-1]
+    def forms(self, x: Tensor) -> bool:
+        return x.dim() > 2
 
     def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         return self.weight_use(dy, kept).gradient()
@@ -61,8 +61,8 @@ class Transposed(Operation):
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         return Linear().weight_moments(kept[0], (dy,), total)
 
-    def each(self, dy: Tensor, kept: tuple[Tensor, ...]) -> int:
-        return Linear().each(kept[0], (dy,))
+    def forms(self, x: Tensor) -> bool:
+        return Linear().forms(x)
 
     def weight_gradient(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         return Linear().weight_gradient(kept[0], (dy,))

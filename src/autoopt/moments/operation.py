@@ -64,9 +64,9 @@ class Operation(ABC):
         """`weight_contributions`, to be asked for a few samples at a time."""
         return lambda rows: self.weight_contributions(dy[rows], self.select(kept, rows))
 
-    def each(self, dy: Tensor, kept: tuple[Tensor, ...]) -> int:
-        """How many elements a sample's c_i of the weight take while they are formed; 0: they are not, or are few."""
-        return 0
+    def forms(self, x: Tensor) -> bool:
+        """Whether the second moment of the weight takes more than its gradient, since every c_i has to be formed."""
+        return True
 
     def gradients(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Those with respect to x, unless there is no `weight` to have it from, and to the weight."""
