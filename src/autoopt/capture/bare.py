@@ -44,6 +44,7 @@ class Bare:
         self.holding: set[nn.Module] = set()  # those of them that hold parameters without a rule
         self.everywhere = False  # the whole model has to be watched
         self._looked = False  # it was watched once
+        self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
         self.placed: set[Site] = set()  # layers that were told where their samples are
         self.axis_of: Callable[[nn.Module], int] = lambda module: 0  # that of the samples in a module's inputs

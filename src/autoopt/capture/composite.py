@@ -50,11 +50,12 @@ class Composite(Site):
             )
         return parameter
 
-    def check(self, rows: int, ctx: Any) -> None:
+    def check(self, rows: int, ctx: Any) -> int:
         """As in any site, for each part on its own."""
         self._entered = self._parts.get(ctx.part, -1)
-        super().check(rows, ctx)
+        graph = super().check(rows, ctx)
         self._parts[ctx.part] = self._entered
+        return graph
 
     def product(self, weight: Tensor, use: Product, ctx: Any) -> Tensor:
         """The gradient of a weight, whose contributions are reported."""

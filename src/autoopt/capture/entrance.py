@@ -168,7 +168,9 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
         opened = [entrance for entrance in entrances if entrance.enter(self, args, kwargs)]
         failed = True
         try:
-            output = plain.forward(self, *args, **kwargs)
+            watch = entrances[0].current.watch if len(entrances) == 1 else None
+            run = functools.partial(plain.forward, self)
+            output = run(*args, **kwargs) if watch is None else watch.part(self, run, args, kwargs)
             failed = False
         finally:
             for entrance in opened:

@@ -6,6 +6,7 @@ arrives at a hook. That costs a fraction of `Observe`, which remains for all sam
 hooks on saved tensors (checkpoints, offloading) want nothing to be kept.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,33 +23,43 @@ class Glance:
     part, fold = "", 1
 
     def __init__(self, operation: Operation, site: Site, kept: tuple[Tensor, ...], samples: int, some: Some) -> None:
-        self.operation, self.site, self.some, self.samples = operation, site, some, samples
-        self.kept = tuple(tensor.detach() for tensor in kept)
+        self.operation, self.site, self.kept, self.samples, self.some = operation, site, kept, samples, some
         self.outer, self.spent = -1, False
         site.opened(self)
 
     def __call__(self, dy: Tensor) -> None:
-        site, ledger, some = self.site, self.site.ledger, self.some
+        site = self.site
         roles = [role for role in site.shadows if site.adds_to(role)]
         if not roles:
             site.closed(self)
             return
-        site.check(self.samples, self)
-        operation, dy, kept, self.kept = self.operation, dy.detach(), self.kept, ()
-        if site.repeated:
-            if "weight" in roles:
-                site.book("weight", operation.weight_use(dy, kept), self.samples, self)
-            if "bias" in roles:
-                site.book("bias", operation.bias_contributions(dy).__getitem__, self.samples, self)
-            return
+        graph = site.check(self.samples, self)
+        kept, self.kept = self.kept, ()
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            if site.repeated:
+                self._book(roles, dy.detach(), kept)
+            else:
+                self._look(roles, dy, kept, graph)
+
+    def _look(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...], graph: int) -> None:
+        site, operation, some = self.site, self.operation, self.some
         dy = dy[some.rows]
-        with torch.no_grad():
-            for role in roles:
-                if role == "weight":
-                    c = operation.weight_contributions(dy, operation.select(kept, some.rows))
-                else:
-                    c = operation.bias_contributions(dy)
-                ledger.add_some(site.names[role], self.samples, c, some.share, self.outer)
+        for role in roles:
+            if role == "weight":
+                few = operation.select(kept, some.rows)
+                if operation.lowers and few[0].dtype != dy.dtype:  # autocast has done so to the operation
+                    few = tuple(tensor.to(dy.dtype) for tensor in few)
+                c = operation.weight_contributions(dy, few)
+            else:
+                c = operation.bias_contributions(dy)
+            site.ledger.add_few(site.names[role], self.samples, c, some.share, graph)
+
+    def _book(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
+        """As `Observe` does where the layer has other uses."""
+        if "weight" in roles:
+            self.site.book("weight", self.operation.weight_use(dy, kept), self.samples, self)
+        if "bias" in roles:
+            self.site.book("bias", self.operation.bias_contributions(dy).__getitem__, self.samples, self)
 
 
 def suits(site: Site, operation: Operation, x: Tensor, weight: Tensor) -> Some | None:
@@ -59,11 +70,17 @@ def suits(site: Site, operation: Operation, x: Tensor, weight: Tensor) -> Some |
     return None if some is None or _packed() else some
 
 
-def run(site: Site, operation: Operation, x: Tensor, weight: Tensor, bias: Tensor | None, some: Some) -> Tensor:
+def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) -> Tensor:
     """The layer's output, on whose way back is a glance."""
-    output, kept = operation.forward(x, weight, bias)
+    layer: Any = site.layer
+    output: Tensor
+    kept: tuple[Tensor, ...] = (batch,)
+    if operation.keeps_input:
+        output = site.plain.forward(layer, x)
+    else:
+        output, kept = operation.forward(batch, layer.weight, getattr(layer, "bias", None))
     if output.requires_grad:
-        output.register_hook(Glance(operation, site, kept if weight.requires_grad else (), len(x), some))
+        output.register_hook(Glance(operation, site, kept if layer.weight.requires_grad else (), batch.shape[0], some))
     return output
 
 

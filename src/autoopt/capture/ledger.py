@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoopt.capture.audit import Audit
 from autoopt.capture.current import Pass, executes
-from autoopt.capture.sampled import Sampler, squared
+from autoopt.capture.sampled import Few, Sampler, squared
 from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
 
 
@@ -40,8 +40,8 @@ class Ledger:
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
-        self._some: dict[str, Tensor] = {}  # Σ c_i² of some samples, or the root of its total, each for `_share` of all
-        self._share = 1.0
+        self._few = Few(total)
+        self._nodes: dict[str, tuple[Any, Any]] = {}  # which parameter it was, and where its gradient is added to
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
@@ -75,16 +75,22 @@ class Ledger:
     def add_square(self, name: str, samples: int, square: Tensor, outer: int = -1) -> None:
         """Enter Σ_i c_i² of a parameter that has no other use in this pass."""
         if self.adds_to(name):
-            self._open_alone(name, samples, outer)
+            self._alone(name, self._open(name, samples, outer))
             self.book(name, samples, square)
 
-    def add_some(self, name: str, samples: int, c: Tensor, share: float, outer: int = -1) -> None:
-        """Enter what some samples add to such a parameter, each of which stands for `share` of them."""
-        if self.adds_to(name):
-            self._open_alone(name, samples, outer)
-            # A total is squared and multiplied at the end of the pass, with all the others.
-            self._some[name] = torch.linalg.vector_norm(c, dtype=precision(c)) if self.total else squared(c, False)
-            self._share, self._rows = share, samples
+    def add_few(self, name: str, samples: int, c: Tensor, share: float, graph: int) -> None:
+        """Enter what a few samples add to such a parameter, each of which stands for `share` of all.
+
+        By then it is known that the pass `adds_to` it, and its number is `graph`.
+        """
+        if graph != self._graph:
+            self._graph = graph
+            self._drop()
+        self._alone(name, graph)
+        if self.fresh(name):
+            self.drop(name)
+        self._few.add(name, c, share)
+        self._rows = samples
 
     def add_derived(
         self, derived: Tensor, samples: int, contributions: Contributions, *, sole: bool, outer: int = -1
@@ -123,17 +129,8 @@ class Ledger:
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
                 self.book(name, self._rows, self.second_moment(entered, self._rows, self.parameters[name]))
-            self._book_some()
-
-    def _book_some(self) -> None:
-        some, self._some = self._some, {}
-        if some:
-            found = list(some.values())
-            if self.total:
-                torch._foreach_mul_(found, found)
-            torch._foreach_mul_(found, self._share)
-            for name, each in zip(some, found, strict=True):
-                self.book(name, self._rows, each)
+            for name, square in self._few.squares().items():
+                self.book(name, self._rows, square)
 
     def second_moment(self, uses: Sequence[Contributions], samples: int, parameter: Tensor) -> Tensor:
         """Σ_i c_i² with c_i = Σ over the uses, of all samples or by those that are looked at."""
@@ -150,7 +147,8 @@ class Ledger:
 
     def _drop(self) -> None:
         """Forget the uses of a pass that did not come to its end."""
-        self._uses, self._some = {}, {}
+        self._uses = {}
+        self._few.clear()
         self.audit.drop()
 
     def adds_to(self, name: str) -> bool:
@@ -160,11 +158,20 @@ class Ledger:
             self._added = graph, {}
         found = self._added[1]
         if name not in found:
-            found[name] = executes(torch.autograd.graph.get_gradient_edge(self.used(name)).node)
+            found[name] = executes(self._node(name))
         return found[name]
 
-    def _open_alone(self, name: str, samples: int, outer: int) -> None:
-        graph = self._open(name, samples, outer)
+    def _node(self, name: str) -> Any:
+        """Where autograd adds to the parameter's gradient. To ask for it takes longer than all else here."""
+        parameter = self.used(name)
+        found = id(parameter), parameter.dtype, parameter.device  # one that is moved gets a new node
+        known = self._nodes.get(name)
+        if known is None or known[0] != found:
+            known = self._nodes[name] = found, torch.autograd.graph.get_gradient_edge(parameter).node
+        return known[1]
+
+    def _alone(self, name: str, graph: int) -> None:
+        """See that a parameter has no other use in the pass of that number."""
         if self._squared.get(name) == graph or name in self._uses:
             raise RuntimeError(_late(name))
         self._squared[name] = graph

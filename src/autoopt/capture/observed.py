@@ -70,14 +70,14 @@ def _run(layer: Any, x: Tensor) -> Tensor:
         batch = batch.unflatten(0, (-1, site.fold))
     weight: Tensor = layer.weight
     bias: Tensor | None = getattr(layer, "bias", None)
+    some = None if single or windows else glance.suits(site, operation, batch, weight)
+    if some is not None:
+        return glance.run(site, operation, x, batch, some)
     derived = {"weight": weight, "bias": bias} if site.origins else None
     if operation.lowers and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
         lower = torch.get_autocast_dtype(x.device.type)
         batch, weight, bias = batch.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
-    some = None if single or windows else glance.suits(site, operation, batch, weight)
-    if some is not None:
-        return glance.run(site, operation, batch, weight, bias, some)
     leaves = site.leaves(batch.device)
     output: Tensor = Observe.apply(operation, site, derived, batch, weight, bias, *leaves)  # type: ignore[no-untyped-call]
     if single:

@@ -7,14 +7,16 @@ good as any, so that N/m times the sum over the m is an unbiased estimate of the
 nothing but sizes, so that a run that is resumed, or skips a step, looks at the samples it would have looked at.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from autoopt.moments import Moments, Operation, wide
+from autoopt.moments import Moments, Operation, precision, wide
 
 ROOM = 1 << 16  # elements of all samples together that are a small matter
 FEW = 2  # samples; the rule averages over a hundred steps
+SMALL = 1 << 16  # elements of contributions that wait for those of other parameters
 
 
 class Some(NamedTuple):
@@ -44,7 +46,8 @@ class Sampler:
         """Those of a layer's input to look at; None: all of them."""
         if self.exact or x.dim() < 2 or not operation.forms(x):
             return None
-        return self.choose(len(x), max(x[0].numel(), weight.numel()))
+        samples = x.shape[0]
+        return self.choose(samples, max(x.numel() // max(1, samples), weight.numel()))
 
 
 def moments(
@@ -76,3 +79,60 @@ def squared(contributions: Tensor, total: bool) -> Tensor:
     """Σ_i c_i², elementwise or in total."""
     c = wide(contributions)
     return c.flatten().dot(c.flatten()) if total else c.square().sum(0)
+
+
+class Few:
+    """What a few samples add to parameters in the pass that is under way. Small ones are squared all at once.
+
+    Args:
+        total: only the total of Σ c_i² is asked for.
+    """
+
+    def __init__(self, total: bool) -> None:
+        self.total, self.share = total, 1.0
+        self._small: dict[str, Tensor] = {}  # c_i
+        self._large: dict[str, Tensor] = {}  # Σ c_i², or of its total the root, which takes one operation
+
+    def add(self, name: str, c: Tensor, share: float) -> None:
+        """Enter what each sample adds to a parameter, (samples, *shape); it stands for `share` of them."""
+        self.share = share
+        if c.numel() <= SMALL:
+            self._small[name] = c
+        else:
+            self._large[name] = torch.linalg.vector_norm(c, dtype=precision(c)) if self.total else squared(c, False)
+
+    def squares(self) -> dict[str, Tensor]:
+        """The estimate of Σ c_i² over all samples, for each of the parameters; these are forgotten."""
+        found = self._large | (self._small_norms() if self.total else self._small_squares())
+        self.clear()
+        if found:
+            values = list(found.values())
+            if self.total:
+                torch._foreach_mul_(values, values)
+            torch._foreach_mul_(values, self.share)
+        return found
+
+    def clear(self) -> None:
+        self._small, self._large = {}, {}
+
+    def _small_norms(self) -> dict[str, Tensor]:
+        kinds: dict[Any, list[str]] = {}
+        for name, c in self._small.items():
+            kinds.setdefault((c.device, c.dtype), []).append(name)
+        found: dict[str, Tensor] = {}
+        for (_, dtype), names in kinds.items():
+            wider = torch.float64 if dtype == torch.float64 else torch.float32
+            norms = torch._foreach_norm([self._small[name] for name in names], 2, dtype=wider)
+            found |= dict(zip(names, norms, strict=True))
+        return found
+
+    def _small_squares(self) -> dict[str, Tensor]:
+        kinds: dict[Any, list[str]] = {}
+        for name, c in self._small.items():
+            kinds.setdefault((c.device, precision(c)), []).append(name)
+        found: dict[str, Tensor] = {}
+        for names in kinds.values():
+            flat = [self._small[name].flatten(1) for name in names]
+            parts = squared(torch.cat(flat, 1), False).split([c.shape[1] for c in flat])
+            found |= {name: part.view(self._small[name].shape[1:]) for name, part in zip(names, parts, strict=True)}
+        return found

@@ -168,8 +168,11 @@ class Site:
         """Whether the pass that runs this adds to the gradient of the parameter that has this role."""
         return self.parameter(role).requires_grad and self.ledger.adds_to(self.names[role])
 
-    def check(self, rows: int, ctx: Any) -> None:
-        """Before the moments of a backward pass: is what they would be added to, and what they are, what it seems?"""
+    def check(self, rows: int, ctx: Any) -> int:
+        """Before the moments of a backward pass: is what they would be added to, and what they are, what it seems?
+
+        Returns autograd's number for the pass.
+        """
         self.closed(ctx)
         if ctx.spent:
             raise RuntimeError(
@@ -190,6 +193,7 @@ class Site:
             self.clear()  # left over from a backward pass that no step followed
             for role in self.shadows:
                 self.ledger.drop(self.names[role])
+        return graph
 
     def books(self, role: str, fold: int) -> bool:
         """Whether what is said of this role goes through the ledger."""
@@ -209,6 +213,8 @@ class Site:
 
     def clear(self) -> None:
         """Forget the statistics gathered so far."""
+        if not self.rows and self.samples.grad is None:  # nothing came to the leaves
+            return
         self.rows = 0
         for leaf in (self.samples, self.uses, *self.shadows.values()):
             leaf.grad = None

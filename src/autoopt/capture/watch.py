@@ -52,6 +52,7 @@ class Watch(TorchFunctionMode):
         self.uses: Counter[nn.Parameter] = Counter()  # parameters that samples met
         self.needed = False  # there are layers with rules that need it, too
         self.abandoned = False  # the axis is another one, and nothing depends on it
+        self.events = 0  # calls with parameters outside of their layers, and layers that had to be told something
         self.layouts = Marks()  # of tensors that hold samples
         self.made = Marks()  # of tensors computed from parameters alone
         for tensor in inputs:
@@ -121,6 +122,7 @@ class Watch(TorchFunctionMode):
         if tensors and all(self.constant(tensor) and not self._alike(tensor) for tensor in tensors):
             # It sees the same for all samples, so what it gives is computed from parameters alone.
             self.needed = True
+            self.events += 1
             with torch._C.DisableTorchFunction():
                 result = site.plain.forward(site.layer, *args, **kwargs)
             again = functools.partial(self.layer, site, run, *args, **kwargs)
@@ -144,6 +146,7 @@ class Watch(TorchFunctionMode):
         own = _own_layout(site, tensor, self.bare.placed)
         if LOST in (own, layout) or own == layout:
             return
+        self.events += 1
         if own is None:
             self.bare.placed.add(site)
             site.axis, site.fold = max(layout, 0), tensor.shape[0] // self.samples if layout == FOLDED else 1
@@ -160,6 +163,27 @@ class Watch(TorchFunctionMode):
         for placed in self.bare.placed:
             placed.axis, placed.fold = 0, 1
         self.bare.placed.clear()
+
+    def part(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module that holds layers. Where nothing but these met parameters before, they need not be watched."""
+        key = module, module.training, len(args), *kwargs
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
+        if self.abandoned or not sampled or self.ledger.sampler.exact or any(map(self.derived, tensors)):
+            return run(*args, **kwargs)
+        if key in self.bare.quiet:
+            self.ledger.current.watch = None
+            try:
+                with torch._C.DisableTorchFunction():
+                    result = run(*args, **kwargs)
+            finally:
+                self.ledger.current.watch = self
+            return self._note(result, sampled)
+        before = self.events
+        result = run(*args, **kwargs)
+        if self.events == before and torch.is_grad_enabled():
+            self.bare.quiet.add(key)
+        return result
 
     def _note(self, result: Any, sampled: list[tuple[Tensor, int]]) -> Any:
         """A result, of whose tensors it is noted where the samples went."""
@@ -192,6 +216,7 @@ class Watch(TorchFunctionMode):
 
     def _derive(self, name: str, tensors: list[Tensor], result: Any, again: Callable[[], Any]) -> Any:
         """A call with parameters and constants alone; `again` runs it as one with samples."""
+        self.events += 1
         changed, first = in_place(name), tensors[0]
         origin = self.made.get(first)
         if changed and origin is not None and origin.used:
@@ -224,6 +249,7 @@ class Watch(TorchFunctionMode):
 
     def _meet(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call in which samples meet parameters."""
+        self.events += 1
         known = ruled.rule_for(name, args, kwargs)
         if known is not None and self._fits(known):
             return self._by_rule(known)

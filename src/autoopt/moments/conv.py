@@ -26,6 +26,7 @@ class Conv(Operation):
     groups: int
 
     lowers = True
+    keeps_input = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         convolve = FUNCTION[len(self.kernel)]
@@ -57,8 +58,8 @@ class Conv(Operation):
     def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         (x,) = kept
         delta = dy.flatten(2).unflatten(1, (self.groups, -1))
-        parts = in_parts(self._at_a_time(dy, x), delta, x)
-        return torch.cat([product(d, self.columns(a).mT) for d, a in parts]).reshape(-1, *self._shape(dy, x))
+        parts = [product(d, self.columns(a).mT) for d, a in in_parts(self._at_a_time(dy, x), delta, x)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(-1, *self._shape(dy, x))
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return dy.flatten(2).sum(2)
@@ -177,6 +178,7 @@ class ConvTranspose(Operation):
     output_padding: tuple[int, ...]
 
     lowers = True
+    keeps_input = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         conv, convolve = self.conv, TRANSPOSED[len(self.output_padding)]

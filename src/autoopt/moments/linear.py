@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoopt.moments.operation import Moments, Operation, owned, wide
-from autoopt.moments.product import LONG, Product, in_tiles, product_moments
+from autoopt.moments.product import LONG, Product, in_tiles, product, product_moments
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Linear(Operation):
     """(samples, *positions, in) -> (samples, *positions, out)."""
 
     lowers = True
+    keeps_input = True
     positional = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -36,13 +37,13 @@ class Linear(Operation):
 
     def weight_use(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Product:
         (x,) = kept
-        return Product(*(t.unsqueeze(1) if t.dim() == 2 else t.flatten(1, -2) for t in (dy, x)))
+        return Product(_positions(dy), _positions(x))
 
     def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
-        return self.weight_use(dy, kept)(slice(None))
+        return product(_positions(dy).mT, _positions(kept[0]))
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
-        return dy if dy.dim() == 2 else dy.flatten(1, -2).sum(1)
+        return dy if dy.dim() == 2 else _positions(dy).sum(1)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Transposed(Operation):
     """(samples, *positions, in) -> (samples, *positions, out), by a weight that is stored (in, out)."""
 
     lowers = True
+    keeps_input = True
     positional = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -75,6 +77,13 @@ class Transposed(Operation):
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return Linear().bias_contributions(dy)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """(samples, positions, features)."""
+    if x.dim() == 3:
+        return x
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
 def outer_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:

@@ -38,6 +38,7 @@ class Operation(ABC):
     """
 
     lowers: ClassVar[bool] = False  # autocast runs this operation in its lower precision
+    keeps_input: ClassVar[bool] = False  # `kept` is the input and nothing else
     positional: ClassVar[bool] = False  # takes any axes between that of the samples and those of the features
 
     @abstractmethod
