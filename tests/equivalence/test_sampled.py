@@ -328,3 +328,53 @@ def test_what_is_kept_goes_with_the_pass(glanced: list[glance.Glance]) -> None:
     assert alive() is None
     assert loss.item() > 0
     capture.detach()
+
+
+class Block(nn.Module):
+    """Layers, and on request a parameter of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        x = x + torch.tanh(self.layer(self.norm(x)))
+        return x if shift is None else x + shift
+
+
+class Tokens(nn.Module):
+    """A parameter that no layer holds, and blocks that do not know of it, or are given it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, 4))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.given = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x + self.positions)
+        return self.blocks[1](x, self.positions) if self.given else self.blocks[1](x)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_modules_that_need_not_be_watched(given: bool, glanced: list[glance.Glance]) -> None:
+    """From the second pass on, what a module does with its own layers is not followed; all is seen as in the first."""
+    model, x = Tokens().double(), torch.randn(8, 5, 4, dtype=torch.float64)
+    capture = watched(model)
+    first = squares(capture, model, x)
+    quiet = {key[0] for key in capture.bare.quiet}
+    assert quiet == set(model.blocks)
+    model.given = given  # a parameter comes in as an argument
+    fresh = copy.deepcopy(model)
+    found, expected = squares(capture, model, x), squares(watched(fresh), fresh, x)
+    assert first.keys() == found.keys() == expected.keys() == dict(model.named_parameters()).keys()
+    for name, square in found.items():
+        torch.testing.assert_close(square, expected[name], rtol=1e-10, atol=1e-14)
+
+
+def test_exact_statistics_watch_everything() -> None:
+    model, x = Tokens(), torch.randn(8, 5, 4)
+    capture = Capture(model, dict(model.named_parameters()), elementwise=True)
+    for _ in range(2):
+        squares(capture, model, x)
+    assert not capture.bare.quiet
