@@ -83,10 +83,7 @@ class Source(ABC):
         self.sizes = dict(zip(gradients, _sizes(list(here)), strict=True))
 
     def changed(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.
-
-        Exactly 1 for a gradient that nobody touched. None where there was no backward pass.
-        """
+        """|g| of each gradient now and as the backward pass left it, (tensors, 2); None where there was none."""
         if not self.sizes and not self.sharded:
             return None
         sizes = _sizes([gradient for gradient in gradients if gradient is not None])
@@ -96,8 +93,14 @@ class Source(ABC):
         found = dict(zip(present, sizes, strict=True))
         complete = all(name in found and name in self.sizes for name in names)
         one = sizes[0] if complete else torch.ones_like(sizes[0])  # for those of which nothing is known
-        both = [known.get(name, one) for known in (found, self.sizes) for name in names]
-        now, before = torch.stack(both).view(2, -1)
+        return torch.stack([known.get(name, one) for name in names for known in (found, self.sizes)]).view(-1, 2)
+
+    def factors(self, changed: Tensor) -> Tensor:
+        """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.
+
+        Exactly 1 for a gradient that nobody touched.
+        """
+        now, before = changed.unbind(1)
         if self.sharded:
             # |g| is over the rows of all ranks. One that had no samples has not seen its rows before: it abstains.
             seen = float(bool(self.sizes))

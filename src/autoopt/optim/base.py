@@ -21,10 +21,10 @@ from autoopt.optim.fused import Form, suits
 from autoopt.optim.layout import arrange, fit, in_order
 from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
-from autoopt.optim.reading import Reading, read
+from autoopt.optim.reading import Reading, Swept, read
 from autoopt.optim.robust import Robust
 from autoopt.optim.rule import Rule, Share
-from autoopt.optim.step import move
+from autoopt.optim.step import move, newest_of
 
 
 @dataclass
@@ -210,16 +210,23 @@ class AutoOptimizer(Optimizer, ABC):
                 if group["lr"] != 0 and any(p.grad is not None for p in bucket.params)
             ]
             if readings:
-                bad = functools.reduce(torch.add, [reading.bad.to(readings[0].bad.device) for reading in readings])
-                finite = source.over_ranks(bad) == 0
+                total = self._total(source, readings)
                 for reading in readings:
-                    move(self, self._rule(reading.group), source, reading, finite.to(reading.bad.device))
+                    there = None if total is None else total.to(reading.bucket.device)
+                    move(self, self._rule(reading.group), source, reading, there)
             self._average_running(readings)
         source.clear()
         if readings and any(group["measure_every"] > 1 for group in self.param_groups):
             self._now.steps += 1
         self._plan_step()
         return loss
+
+    def _total(self, source: Source, readings: list[Reading | Swept]) -> Tensor | None:
+        """Finite where all is that was read, here and on the other ranks; None where one reading is all there is."""
+        if len(readings) == 1 and source.ranks == 1:
+            return None
+        device = readings[0].bucket.device
+        return source.over_ranks(functools.reduce(torch.add, [reading.largest().to(device) for reading in readings]))
 
     def _refuse_step(self, source: Source) -> None:
         if self._now.inside:
@@ -341,13 +348,13 @@ class AutoOptimizer(Optimizer, ABC):
             self._now.running = RunningStatistics(model, self.state, parameters)
         return self._now.running
 
-    def _average_running(self, readings: list[Reading]) -> None:
+    def _average_running(self, readings: list[Reading | Swept]) -> None:
         if not any(group["average"] for group in self.param_groups):
             return
         running = self._made_running()  # there from the first step on, whatever became of it
-        counts = [reading.bucket.statistics["count"] for reading in readings if reading.group["average"]]
-        if counts and running.found:
-            running.update(oracle.relative.newest(counts[0].max()))
+        first = next((reading for reading in readings if reading.group["average"]), None)
+        if first is not None and running.found:
+            running.update(newest_of(first))
 
     # The layout of the state.
 

@@ -164,13 +164,13 @@ class Bucket:
         """The sum over those elements that lie on this rank."""
         columns = [matrix.sum(1) for matrix in matrices]
         sums = (torch.stack(columns, 1) if len(columns) > 1 else columns[0].unsqueeze(1)).to(STATISTICS)
-        return self.sum_runs(sums)
+        return self.sum_runs(sums).T
 
     def sum_runs(self, sums: Tensor, level: int = 0) -> Tensor:
-        """The sums over each row, or at a higher level over runs of them, to those over each unit: (sums, units)."""
+        """The sums over each row, or at a higher level over runs of them, to those over each unit: (units, sums)."""
         for offsets in self.runs[level:]:
             sums = torch.segment_reduce(sums, "sum", offsets=offsets, unsafe=True)
-        return sums.T
+        return sums
 
     def sum(self, matrix: Tensor) -> Tensor:
         """The sum of one matrix."""
@@ -178,7 +178,7 @@ class Bucket:
 
     def stack(self, numbers: Sequence[Tensor | None]) -> Tensor:
         """One number per tensor (None is zero), stacked."""
-        return torch.stack([self.zero if number is None else number for number in numbers]).to(STATISTICS)
+        return torch.stack([self.zero if number is None else number for number in numbers])
 
     def numbers(self, numbers: Sequence[Tensor | int]) -> Tensor:
         """One number per tensor, of the host or of the device, stacked. The host's are as a rule the same for all."""
@@ -186,7 +186,7 @@ class Bucket:
         if isinstance(first, int) and all(isinstance(n, int) and n == first for n in numbers):
             return torch.full_like(self.steps, first)
         full = functools.partial(torch.full, (), dtype=self.compute, device=self.device)
-        return self.stack([full(number) if isinstance(number, int) else number for number in numbers])
+        return self.stack([full(number) if isinstance(number, int) else number for number in numbers]).to(STATISTICS)
 
     def reduce(self, numbers: Tensor, how: str) -> Tensor:
         """One number per tensor to one per unit."""

@@ -1,9 +1,10 @@
-"""The step on a GPU in two kernels over the elements, where the metric and the rule are ones that `kernels` knows.
+"""The step on a GPU in three kernels, where the metric and the rule are ones that `kernels` knows.
 
 All the others, and every CPU, take the operations in `step`. Both go by the same rule, on the same sums. A compiler
 fuses by itself, and traces the plain path.
 """
 
+import functools
 import importlib.util
 import os
 import warnings
@@ -13,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoopt.optim.bucket import AVERAGE, ROW, Bucket
+from autoopt.optim.bucket import AVERAGE, HELD, ROW, STATISTICS, Bucket
 from autoopt.oracle import relative
 
 ENABLED = os.environ.get("AUTOOPT_FUSED") != "0" and importlib.util.find_spec("triton") is not None
 SUMS = 8  # how many there are, below
+UNITS = 4096  # that one program decides on; for more the operations do
 _broken: list[str] = []  # why the kernels cannot be built here
 _built: list[bool] = []  # whether they have been
 
@@ -43,6 +45,15 @@ class Sums(NamedTuple):
     weights: Tensor  # |w|²
 
 
+class Decision(NamedTuple):
+    """What the last kernel goes by."""
+
+    moves: Tensor  # which tensors
+    scale: Tensor  # what to multiply the direction by, for each unit, besides `lr`
+    shrink: Tensor  # which share of `weight_decay`, besides `lr`, shrinks the weights, if it is decoupled
+    newest: Tensor  # the share of the new weights in their average; after those of the units, the smallest
+
+
 def available(device: torch.device) -> bool:
     """Whether the kernels run there."""
     return ENABLED and device.type == "cuda" and not _broken
@@ -64,12 +75,12 @@ def sweep(
     group: dict[str, Any],
     form: Form,
     gradients: Sequence[Tensor | None],
-    squares: Sequence[Tensor | None] | None,
-    factors: Tensor | None,
+    squares: Sequence[Tensor | None] | Tensor | None,
+    sizes: Tensor | None,
 ) -> "Sweep | None":
     """The first kernel; None where kernels cannot be built, as without a C compiler. It writes nothing that is kept."""
     try:
-        return Sweep(bucket, group, form, gradients, squares, factors)
+        return Sweep(bucket, group, form, gradients, squares, sizes)
     except Exception as error:
         if _built or recording(bucket.device):
             raise
@@ -84,15 +95,15 @@ def sweep(
 
 
 class Sweep:
-    """One step of one bucket: what both kernels read, and the sums that lie between them.
+    """One step of one bucket: what the kernels read, and the sums that lie between them.
 
     Args:
         bucket: the parameters.
         group: its options.
         form: the metric.
         gradients: of each parameter; None: it has none.
-        squares: Σ_i c_i² of every element, where that is measured and the metric weighs it.
-        factors: what the gradients were multiplied by since, and these squares were not.
+        squares: Σ_i c_i² of every element or, as one tensor, of every parameter; None: this step measures none.
+        sizes: what tells the factors that the gradients were multiplied by since, and these squares were not.
     """
 
     def __init__(
@@ -101,17 +112,17 @@ class Sweep:
         group: dict[str, Any],
         form: Form,
         gradients: Sequence[Tensor | None],
-        squares: Sequence[Tensor | None] | None,
-        factors: Tensor | None,
+        squares: Sequence[Tensor | None] | Tensor | None,
+        sizes: Tensor | None,
     ) -> None:
         from autoopt.optim import kernels
 
-        self.bucket, self.group, self.form = bucket, group, form
+        self.bucket, self.group = bucket, group
         self.present = bucket.present(gradients)
         self.weights = Operand(bucket, "weights", bucket.params)
         self.gradient = Operand(bucket, "gradient", gradients)
-        square = None if squares is None else Operand(bucket, "square", squares)
-        self.corrections = self._corrections()
+        square = None if squares is None or isinstance(squares, Tensor) else Operand(bucket, "square", squares)
+        self.powers = bucket.steps if form.decay is None else form.decay**bucket.steps
 
         decay = group["weight_decay"]
         self.coupled = bool(decay) and not group["decoupled_weight_decay"]
@@ -128,39 +139,61 @@ class Sweep:
         self.numbers = (relative.MOMENTUM, 1 - relative.MOMENTUM, share, form.eps, float(decay))
 
         estimate, runs = bucket.buffers["estimate"], len(bucket.runs[0]) - 1
-        out = torch.empty(runs, SUMS, dtype=torch.float64, device=bucket.device)
+        out = torch.empty(runs, SUMS, dtype=STATISTICS, device=bucket.device)
+        spread = self.gradient.table if squares is None else square.table if square else squares
         with torch.cuda.device_of(estimate):
             kernels.sums[(runs,)](
-                self.gradient.table, self.gradient.table if square is None else square.table, estimate, self.second,
+                self.gradient.table, spread, estimate, self.second,
                 self.weights.table, out, bucket.runs[0], bucket.tensor_of_row, bucket.first_rows,
                 bucket.sizes, out if self.present is None else self.present.view(torch.uint8),
-                self.corrections, out if factors is None else factors,
-                *self.numbers, MEASURES=square is not None, FACTORS=factors is not None,
+                self.powers, out if sizes is None else sizes,
+                *self.numbers, MEASURES=0 if squares is None else 2 if square else 1, CHANGED=sizes is not None,
                 PRESENT=self.present is not None, **self.shared,
             )  # fmt: skip
         _built[:] = [True]
-        self.sums = Sums(*bucket.sum_runs(out, 1))
+        self.matrix = bucket.sum_runs(out, 1)  # (units, sums)
 
-    def _corrections(self) -> Tensor:
-        """1 - decay^t for each tensor, t with this step where it has a gradient."""
-        steps, decay = self.bucket.steps, self.form.decay
-        if decay is None:
-            return steps
-        steps = steps + 1 if self.present is None else (steps + self.present).clamp_min(1)
-        corrections: Tensor = 1 - decay**steps
-        return corrections
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """Each for all units."""
+        return Sums(*self.matrix.unbind(1))
 
-    def apply(self, moves: Tensor, scale: Tensor, shrink: Tensor | None, newest: Tensor | None) -> None:
-        """The second kernel.
+    def decide(self, samples: Tensor | int | None, total: Tensor | None) -> Decision:
+        """The second kernel, which changes the statistics and says what to do.
 
         Args:
-            moves: which tensors.
-            scale: what to multiply the direction by, for each unit, besides `lr`.
-            shrink: which share of `weight_decay`, besides `lr`, shrinks the weights, if it is decoupled.
-            newest: the share of the new weights in their average, if one is kept.
+            samples: N, of each unit or of all; None: this step measures none.
+            total: finite where all is that must be; None: it must be here alone.
         """
         from autoopt.optim import kernels
 
+        bucket, known, matrix = self.bucket, self.bucket.statistics, self.matrix
+        units, tensors = len(matrix), len(bucket.params)
+        block = min(1 << (tensors - 1).bit_length(), UNITS)
+        moves = torch.empty(tensors, dtype=torch.uint8, device=bucket.device)
+        room = (units | 1) + 1  # one more, and even: Triton compiles anew for what does not begin on 16 bytes
+        scale, shrink, newest = torch.empty(3, room, dtype=STATISTICS, device=bucket.device).unbind()
+        with torch.cuda.device_of(matrix):
+            kernels.decide[(1,)](
+                matrix, float(samples) if isinstance(samples, int) else matrix if samples is None else samples,
+                matrix if total is None else total,
+                moves if self.present is None else self.present.view(torch.uint8),
+                bucket.unit_of_tensor, bucket.elements, bucket.steps,
+                known["count"], known["noise"], known.get(HELD, matrix), known["carry"], known["age"], known["start"],
+                known["size"], known["gradient"], known["variance"], known["measured"], known["alignment"],
+                known["usual"], known["rate"], moves, scale, shrink, newest, units, tensors,
+                MEASURES=samples is not None, COUNTED=isinstance(samples, Tensor), HOLDS=HELD in known,
+                ALONE=total is None, PRESENT=self.present is not None, BLOCK=block,
+                num_warps=min(max(block // 32, 1), 16),
+            )  # fmt: skip
+        torch.autograd.graph.increment_version([*known.values(), bucket.steps])
+        return Decision(moves, scale, shrink, newest)
+
+    def apply(self, decision: Decision) -> None:
+        """The last kernel."""
+        from autoopt.optim import kernels
+
+        self.slowest = decision.newest[len(self.matrix)]
         bucket, buffers = self.bucket, self.bucket.buffers
         estimate = buffers["estimate"]
         rows = len(estimate)
@@ -168,9 +201,9 @@ class Sweep:
             kernels.update[(-(-rows // kernels.TILE),)](
                 self.gradient.table, estimate, self.second, self.weights.table, buffers.get(AVERAGE, estimate), rows,
                 bucket.tensor_of_row, bucket.unit_of_row, bucket.first_rows, bucket.sizes,
-                moves.view(torch.uint8), scale, scale if shrink is None else shrink,
-                scale if newest is None else newest, self.corrections, *self.numbers, float(self.group["lr"]),
-                DECOUPLED=shrink is not None, AVERAGES=newest is not None, **self.shared,
+                *decision, self.powers, *self.numbers, float(self.group["lr"]),
+                DECOUPLED=bool(self.group["weight_decay"]) and not self.coupled, AVERAGES=AVERAGE in buffers,
+                **self.shared,
             )  # fmt: skip
         self.weights.put_back()
         torch.autograd.graph.increment_version([*bucket.params, *buffers.values()])

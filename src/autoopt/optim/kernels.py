@@ -1,18 +1,43 @@
 # mypy: ignore-errors
 # (Triton's kernel language is not typed Python.)
-"""GPU kernels of a step: one reads everything and sums, the other reads everything again and writes.
+"""GPU kernels of a step: one reads everything and sums, one decides, the last reads everything again and writes.
 
-Between them lie the few numbers per unit that a rule works on. Each tensor is read and written where it lies, by its
+What is decided upon are a few numbers per unit. Each tensor is read and written where it lies, by its
 address, and each buffer by its rows. Every number is summed in one fixed order, so two runs
 agree to the last bit. The twin in plain PyTorch is `step.move`. Imported only where `fused` says so.
 """
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+
+from autoopt.oracle import relative
 
 TILE = 4  # rows that a program holds at once
 WARPS = 8
 # METRIC: 0 is the identity, 1 an average of squares, 2 their sum
+# MEASURES: 0 is no spread, 1 one number for each tensor, 2 one for each element
+
+# Triton takes a number of the host for a float32, and a constexpr for what it is. It stands to the right of an
+# operator: on the left of a tensor the interpreter would make a constexpr of both.
+MOMENTUM = tl.constexpr(relative.MOMENTUM)
+SMOOTHING = tl.constexpr(relative.SMOOTHING)
+LOG_SMOOTHING = tl.constexpr(math.log(relative.SMOOTHING))
+LARGEST = tl.constexpr(relative.LARGEST)
+EARLY = tl.constexpr(relative.EARLY)
+SIGNAL = tl.constexpr(relative.SIGNAL)
+DECAY = tl.constexpr(relative.DECAY)
+WARM_UP = tl.constexpr(relative.WARM_UP)
+FLOOR = tl.constexpr(relative.FLOOR)
+GROWTH = tl.constexpr(relative.GROWTH)
+WINDOW = tl.constexpr(relative.WINDOW)
+STEADY = tl.constexpr(relative.STEADY)
+FIRST = tl.constexpr(relative.FIRST)
+USUAL = tl.constexpr(relative.USUAL)
+SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+INFINITY = tl.constexpr(math.inf)
 
 
 @triton.jit
@@ -38,10 +63,27 @@ def _metric(second, g, known, weight, share, eps, METRIC: tl.constexpr):
 
 
 @triton.jit
+def _weight(powers, tensor, known, has, share):
+    """1/(1 - β2^t), t with this step where the tensor has a gradient; `powers` are those of the step before."""
+    power = tl.load(powers + tensor, mask=known, other=0.0)
+    rest = 1 - power + tl.where(has, power * share, 0.0)
+    return (1 / tl.where(rest > 0, rest, 1.0)).to(tl.float32)  # never moved: nothing comes of it
+
+
+@triton.jit
+def _factor(sizes, tensor, known):
+    """What the gradient was multiplied by since the backward pass, by its length now and then, as `Source.factors`."""
+    now = tl.load(sizes + 2 * tensor, mask=known, other=1.0).to(tl.float32)
+    before = tl.load(sizes + 2 * tensor + 1, mask=known, other=1.0).to(tl.float32)
+    some = before > 0
+    return tl.where(some, tl.div_rn(now, tl.where(some, before, 1.0)), 1.0)
+
+
+@triton.jit
 def _row_sums(
-    gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, corrections, factors,
+    gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, powers, sizes,
     kept, new, share, eps, weight_decay,
-    METRIC: tl.constexpr, MEASURES: tl.constexpr, FACTORS: tl.constexpr, PRESENT: tl.constexpr, COUPLED: tl.constexpr,
+    METRIC: tl.constexpr, MEASURES: tl.constexpr, CHANGED: tl.constexpr, PRESENT: tl.constexpr, COUPLED: tl.constexpr,
     ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -69,19 +111,26 @@ def _row_sums(
         s = tl.load(second + rows, mask=valid[:, None], other=0.0)
         weight = tl.full((TILE,), 1.0, tl.float32)
         if METRIC == 1:
-            weight = 1 / tl.load(corrections + tensor, mask=valid, other=1.0).to(tl.float32)
+            weight = _weight(powers, tensor, valid, has, share)
         s, inverse = _metric(s, g, has, weight, share, eps, METRIC)
         natural = g * inverse
         filtered = filtered * inverse
         raw_gg = tl.sum(raw * raw * inverse, 1)
-        if MEASURES:
-            places = _places(square, tensor, within, valid, column, ALIGNED, WIDTH)
-            c = tl.load(places, mask=given, other=0.0)
-            if FACTORS:
-                factor = tl.load(factors + tensor, mask=valid, other=1.0)
-                c = c * (factor * factor)[:, None]
-            spread = tl.sum(c, 1)
-            weighted = tl.sum(c * inverse, 1)
+    if MEASURES == 1:
+        first = has & (within == 0)  # of each tensor
+        spread = tl.load(square + tensor, mask=first, other=0.0).to(tl.float64)
+        if CHANGED:
+            factor = _factor(sizes, tensor, first)
+            spread = spread * (factor * factor)
+        weighted = spread
+    if MEASURES == 2:
+        places = _places(square, tensor, within, valid, column, ALIGNED, WIDTH)
+        c = tl.load(places, mask=given, other=0.0)
+        if CHANGED:
+            factor = _factor(sizes, tensor, valid)
+            c = c * (factor * factor)[:, None]
+        spread = tl.sum(c, 1)
+        weighted = spread if METRIC == 0 else tl.sum(c * inverse, 1)
     gm = tl.sum(natural * u, 1)
     gg = raw_gg
     if COUPLED:
@@ -91,9 +140,9 @@ def _row_sums(
 
 @triton.jit
 def sums(
-    gradient, square, estimate, second, weights, out, starts, tensor_of_row, first_rows, elements, present, corrections,
-    factors, kept, new, share, eps, weight_decay,
-    METRIC: tl.constexpr, MEASURES: tl.constexpr, FACTORS: tl.constexpr, PRESENT: tl.constexpr, COUPLED: tl.constexpr,
+    gradient, square, estimate, second, weights, out, starts, tensor_of_row, first_rows, elements, present, powers,
+    sizes, kept, new, share, eps, weight_decay,
+    METRIC: tl.constexpr, MEASURES: tl.constexpr, CHANGED: tl.constexpr, PRESENT: tl.constexpr, COUPLED: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -117,14 +166,14 @@ def sums(
         left = tl.where(valid, left, WIDTH)
         if tl.min(left, 0) >= WIDTH:
             r0, r1, r2, r3, r4, r5, r6, r7 = _row_sums(
-                gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, corrections,
-                factors, kept, new, share, eps, weight_decay, METRIC, MEASURES, FACTORS, PRESENT, COUPLED,
+                gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, powers,
+                sizes, kept, new, share, eps, weight_decay, METRIC, MEASURES, CHANGED, PRESENT, COUPLED,
                 ALIGNED, True, TILE, WIDTH,
             )  # fmt: skip
         else:
             r0, r1, r2, r3, r4, r5, r6, r7 = _row_sums(
-                gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, corrections,
-                factors, kept, new, share, eps, weight_decay, METRIC, MEASURES, FACTORS, PRESENT, COUPLED,
+                gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, powers,
+                sizes, kept, new, share, eps, weight_decay, METRIC, MEASURES, CHANGED, PRESENT, COUPLED,
                 ALIGNED, False, TILE, WIDTH,
             )  # fmt: skip
         s0 += r0
@@ -148,8 +197,171 @@ def sums(
 
 
 @triton.jit
+def _larger(a, b):
+    """As torch.maximum: not a number where either is none."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.where((a < b) | (a != a), a, b)
+
+
+@triton.jit
+def _drawn(average, new, PAST: tl.constexpr):
+    """The average with what is new in it, as torch.lerp."""
+    return average + (new - average) * (1 - PAST)
+
+
+@triton.jit
+def _corrected(average, steps):
+    """As `robust._corrected`."""
+    return average / (1 - tl.exp(steps * LOG_SMOOTHING))
+
+
+@triton.jit
+def _mean(values, known):
+    """Over the units of which it is known, in every lane; no number where there are none."""
+    return tl.zeros_like(values) + tl.sum(tl.where(known, values, 0.0), 0) / tl.sum(known.to(tl.float64), 0)
+
+
+@triton.jit
+def _travels(alignment, noise, usual, age):
+    """As `relative.travels`."""
+    limit = noise * STEADY
+    by_noise = _mean(alignment / limit, (age > FIRST) & (limit > 0))
+    by_usual = _mean(alignment / usual, (age > USUAL) & (usual > 0))
+    return (by_noise > 1) | (by_usual > 1)
+
+
+@triton.jit
+def _relative_step(count, age, share):
+    """As `relative.relative_step`."""
+    largest = _smaller(1 / tl.sqrt(age) * DECAY, tl.sqrt(_larger(share, 0.0)) * SIGNAL)
+    largest = _smaller(_larger(largest, LARGEST), EARLY)
+    return _smaller(1 / tl.sqrt(count) * DECAY, largest) * _smaller(age / WARM_UP, 1.0)
+
+
+@triton.jit
+def _rate(ratio, weights, start, elements, size):
+    """As `relative.rate`."""
+    least = elements * (FLOOR * FLOOR)
+    bounded = _smaller(_larger(weights, least), _larger(start, least) * (GROWTH * GROWTH))
+    return tl.where(size > elements * SMALLEST, ratio * tl.sqrt(bounded / size), 0.0)
+
+
+@triton.jit
+def decide(
+    sums, samples, total, present, unit_of_tensor, elements,
+    steps, counts, noises, helds, carries, ages, starts, sizes, gradients, variances, measurements, alignments, usuals,
+    rates, moves, scales, shrinks, newests, units, tensors,
+    MEASURES: tl.constexpr, COUNTED: tl.constexpr, HOLDS: tl.constexpr, ALONE: tl.constexpr, PRESENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All of a step that is a number per unit: `step._judged`, then `Robust.length`; in one program, for all units.
+
+    Every lane computes everything, and a store passes through the mask by which the twin keeps the statistic.
+    MEASURES: the sums hold a spread. COUNTED: N is on the device. HOLDS: the last V̂ is held. ALONE: there are no sums
+    but these that must be finite.
+    """
+    unit = tl.arange(0, BLOCK)
+    valid = unit < units
+    row = sums + unit * 8
+    size_g = tl.load(row, mask=valid, other=0.0)
+    gm = tl.load(row + 1, mask=valid, other=0.0)
+    gg = tl.load(row + 2, mask=valid, other=0.0)
+    raw_gg = tl.load(row + 3, mask=valid, other=0.0)
+    spread = tl.load(row + 4, mask=valid, other=0.0)
+    direction = tl.load(row + 6, mask=valid, other=0.0)
+    weights = tl.load(row + 7, mask=valid, other=0.0)
+    count = tl.load(counts + unit, mask=valid, other=0.0)
+    carry = tl.load(carries + unit, mask=valid, other=0.0)
+    age = tl.load(ages + unit, mask=valid, other=0.0)
+    start = tl.load(starts + unit, mask=valid, other=0.0)
+    size = tl.load(sizes + unit, mask=valid, other=0.0)
+    gradient = tl.load(gradients + unit, mask=valid, other=0.0)
+    variance = tl.load(variances + unit, mask=valid, other=0.0)
+    seen = tl.load(measurements + unit, mask=valid, other=0.0)
+    alignment = tl.load(alignments + unit, mask=valid, other=0.0)
+    usual = tl.load(usuals + unit, mask=valid, other=0.0)
+    rate = tl.load(rates + unit, mask=valid, other=0.0)
+    of_all = tl.load(elements + unit, mask=valid, other=1.0)
+    largest = tl.sum(size_g + spread, 0) if ALONE else tl.load(total)
+    finite = tl.zeros_like(gg) + largest < INFINITY  # in every lane: the interpreter has no mask of one
+    live = valid & finite & (size_g > 0)
+    later = live & (age > 0)  # the first step has no alignment
+    if MEASURES:
+        n = tl.load(samples + unit, mask=valid, other=0.0) if COUNTED else tl.zeros_like(gg) + samples
+        v = (n / (n - 1)) * (tl.load(row + 5, mask=valid, other=0.0) - raw_gg / n)  # V̂
+        measured = live & (n > 1) & (gg > 0)
+    else:
+        v = tl.load(helds + unit, mask=valid, other=0.0)
+        measured = live & (v == v) & (gg > 0)
+    tl.debug_barrier()  # several threads may hold one lane: all have read what follows writes
+
+    # whether the weights travel, by what was known before this step and by its alignment
+    correction = 1 - carry
+    estimate = gm / correction
+    noise = tl.where(seen > 0, _larger(_corrected(variance, seen), 0.0), _corrected(gradient, age))
+    alignment = tl.where(later, _drawn(alignment, estimate, MOMENTUM), alignment)
+    travels = _travels(alignment / correction, noise, tl.sqrt(_corrected(usual, age - 1)), age)
+    count += live.to(tl.float64)
+    count = tl.where(live & travels, count / 2, count)
+
+    # what is known with this step
+    carry = tl.where(live, carry * MOMENTUM, carry)
+    correction = 1 - carry
+    age += live.to(tl.float64)
+    seen += measured.to(tl.float64)
+    first = live & (age == 1)
+    start = tl.where(first, weights, start)
+    gradient = tl.where(live, _drawn(gradient, gg, SMOOTHING), gradient)
+    variance = tl.where(measured, _drawn(variance, v, SMOOTHING), variance)
+    size = tl.where(live, _drawn(size, direction / (correction * correction), SMOOTHING), size)
+
+    # the length of the step
+    share = tl.where(seen > 0, 1 - _corrected(variance, seen) / _corrected(gradient, age), 0.0)
+    ratio = _relative_step(count, age, share)
+    rate = tl.where(live, _rate(ratio, weights, start, of_all, _corrected(size, age)), rate)
+    newest = tl.full((BLOCK,), WINDOW + 1, tl.float64) / (_larger(count, 1.0) + WINDOW)
+
+    if MEASURES:
+        tl.store(noises + unit, _larger(v, 0.0) / raw_gg, mask=measured)
+        if HOLDS:
+            tl.store(helds + unit, v, mask=measured)
+    tl.store(counts + unit, count, mask=live)
+    tl.store(carries + unit, carry, mask=live)
+    tl.store(ages + unit, age, mask=live)
+    tl.store(starts + unit, start, mask=first)
+    tl.store(sizes + unit, size, mask=live)
+    tl.store(gradients + unit, gradient, mask=live)
+    tl.store(variances + unit, variance, mask=measured)
+    tl.store(measurements + unit, seen, mask=measured)
+    tl.store(alignments + unit, alignment, mask=later)
+    tl.store(usuals + unit, _drawn(usual, estimate * estimate, SMOOTHING), mask=later)
+    tl.store(rates + unit, rate, mask=live)
+    tl.store(scales + unit, rate / correction, mask=valid)
+    tl.store(shrinks + unit, ratio, mask=valid)
+    tl.store(newests + unit, newest, mask=valid)
+    tl.store(newests + units, tl.min(tl.where(valid, newest, 1.0), 0))  # of the unit that counted furthest
+
+    # which tensors move
+    for begin in range(0, tensors, BLOCK):
+        tensor = begin + tl.arange(0, BLOCK)
+        there = tensor < tensors
+        step = tl.load(steps + tensor, mask=there, other=0.0)
+        size_of = tl.load(sums + tl.load(unit_of_tensor + tensor, mask=there, other=0) * 8, mask=there, other=0.0)
+        moved = there & finite & (size_of > 0)
+        if PRESENT:
+            moved = moved & (tl.load(present + tensor, mask=there, other=0) != 0)
+        tl.debug_barrier()
+        tl.store(steps + tensor, step + 1, mask=moved)
+        tl.store(moves + tensor, moved.to(tl.uint8), mask=there)
+
+
+@triton.jit
 def _update_rows(
-    gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest, corrections,
+    gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest, powers,
     kept, new, share, eps, weight_decay,
     METRIC: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, AVERAGES: tl.constexpr,
     ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
@@ -171,7 +383,7 @@ def _update_rows(
         s = tl.load(second + rows, mask=moved[:, None], other=0.0)
         weight = tl.full((TILE,), 1.0, tl.float32)
         if METRIC == 1:
-            weight = 1 / tl.load(corrections + tensor, mask=moved, other=1.0).to(tl.float32)
+            weight = _weight(powers, tensor, moved, moved, share)
         s, inverse = _metric(s, g, moved, weight, share, eps, METRIC)
         tl.store(second + rows, s, mask=moved[:, None])
         change = change * inverse
@@ -190,7 +402,7 @@ def _update_rows(
 @triton.jit
 def update(
     gradient, estimate, second, weights, average, rows, tensor_of_row, unit_of_row, first_rows, elements, moves, scales,
-    shrinks, newests, corrections, kept, new, share, eps, weight_decay, lr,
+    shrinks, newests, powers, kept, new, share, eps, weight_decay, lr,
     METRIC: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, AVERAGES: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -213,12 +425,12 @@ def update(
     if tl.min(left, 0) >= WIDTH:
         _update_rows(
             gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest,
-            corrections, kept, new, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
+            powers, kept, new, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
             ALIGNED, True, TILE, WIDTH,
         )  # fmt: skip
     else:
         _update_rows(
             gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest,
-            corrections, kept, new, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
+            powers, kept, new, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
             ALIGNED, False, TILE, WIDTH,
         )  # fmt: skip

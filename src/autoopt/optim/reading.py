@@ -3,10 +3,11 @@
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from autoopt.capture import Source, sharded
-from autoopt.optim.bucket import Bucket
+from autoopt.optim.bucket import STATISTICS, Bucket
 from autoopt.optim.fused import Form, Sweep, sweep
 
 
@@ -27,11 +28,35 @@ class Reading(NamedTuple):
 
     group: dict[str, Any]
     bucket: Bucket
-    gradient: Tensor | Sweep  # g, (rows, ROW), or the kernels that have read it where it lies
+    gradient: Tensor  # g, (rows, ROW)
     present: Tensor | None  # which tensors have a gradient; None: all
     size: Tensor  # Σ g², (units,)
     moments: Moments | None  # None: this step measures none
-    bad: Tensor  # 0, or not a number where any of these is not finite
+    seen: Tensor  # finite where all of these are
+
+    def largest(self) -> Tensor:
+        """A finite number, if all are that must be."""
+        return self.seen.max()
+
+
+class Swept(NamedTuple):
+    """What kernels have read where it lies."""
+
+    group: dict[str, Any]
+    bucket: Bucket
+    sweep: Sweep
+    samples: Tensor | int | None  # N, of each unit or of all; None: this step measures none
+
+    def largest(self) -> Tensor:
+        """As that of a `Reading`."""
+        return torch.stack([self.sweep.sums.size, self.sweep.sums.spread]).max()
+
+    def moments(self) -> Moments | None:
+        """The spread, if this step measures one."""
+        samples = self.samples
+        if isinstance(samples, int):
+            samples = torch.full_like(self.bucket.elements, samples)
+        return None if samples is None else Moments(self.sweep.sums.square, samples)
 
 
 def read(
@@ -41,7 +66,7 @@ def read(
     elementwise: bool,
     zeroed: Collection[nn.Parameter],
     form: Form | None,
-) -> Reading:
+) -> Reading | Swept:
     """Collect gradients and second moments, and see whether they are finite.
 
     Args:
@@ -66,41 +91,49 @@ def read(
     gradients = bucket.here(gradients)
     present = bucket.present(gradients)
     squares: list[Tensor | None] | None = None
-    factors = None
+    changed = None
     if measures:
         squares = [None if given is None else seen for given, seen in zip(gradients, found, strict=True)]
         if elementwise and bucket.group is not None and any(given is not None for given in gradients):
             squares = _scattered(bucket, gradients, squares)
-        factors = source.changed(bucket.names, gradients)
-    gradient: Tensor | Sweep | None = None
+        changed = source.changed(bucket.names, gradients)
     if form is not None:
-        gradient = sweep(bucket, group, form, gradients, squares if elementwise else None, factors)
-    if gradient is None:
-        gradient = bucket.rows(gradients)
+        spread = squares if squares is None or elementwise else bucket.stack(squares)
+        swept = sweep(bucket, group, form, gradients, spread, changed)
+        if swept is not None:
+            return Swept(group, bucket, swept, _samples(source, bucket, gradients) if measures else None)
 
+    gradient = bucket.rows(gradients)
     if squares is None:
-        size = _size(bucket, gradient)
-        return Reading(group, bucket, gradient, present, size, None, (size * 0).sum())
+        size = bucket.sum(gradient.square())
+        return Reading(group, bucket, gradient, present, size, None, size)
     # what was done to g since the backward pass (`factors`) was not done to Σ c_i²: do it now
-    if not elementwise:
-        totals = bucket.stack(squares)
-        square = spread = bucket.reduce(totals if factors is None else totals * factors.square(), "sum")
-        size = _size(bucket, gradient)
-    elif isinstance(gradient, Sweep):
-        size, spread, square = gradient.sums.size, gradient.sums.spread, gradient.sums.square
-    else:
+    factors = None if changed is None else source.factors(changed).square()
+    if elementwise:
         square = bucket.rows(squares)
-        square = square if factors is None else square * bucket.column(factors.square())
-        size, spread = bucket.sums(gradient.square(), square)
+        square = square if factors is None else square * bucket.column(factors)
+        size, total = bucket.sums(gradient.square(), square)
+    else:
+        totals = bucket.stack(squares).to(STATISTICS)
+        square = total = bucket.reduce(totals if factors is None else totals * factors, "sum")
+        size = bucket.sum(gradient.square())
+    samples = _samples_of_units(source, bucket, gradients)
+    return Reading(group, bucket, gradient, present, size, Moments(square, samples), size + total)
+
+
+def _samples(source: Source, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor | int:
+    """N, from the host where it is the same for all that have a gradient; the others do not move."""
+    found = [source.samples(name) for name, given in zip(bucket.names, gradients, strict=True) if given is not None]
+    first = found[0]
+    if source.ranks == 1 and isinstance(first, int) and all(isinstance(n, int) and n == first for n in found):
+        return first
+    return _samples_of_units(source, bucket, gradients)
+
+
+def _samples_of_units(source: Source, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor:
+    """N of each unit."""
     counts = [0 if given is None else source.samples(name) for name, given in zip(bucket.names, gradients, strict=True)]
-    samples = bucket.reduce(bucket.numbers(counts), "max")
-    bad = ((size + spread) * 0).sum()
-    return Reading(group, bucket, gradient, present, size, Moments(square, samples), bad)
-
-
-def _size(bucket: Bucket, gradient: Tensor | Sweep) -> Tensor:
-    """Σ g²."""
-    return gradient.sums.size if isinstance(gradient, Sweep) else bucket.sum(gradient.square())
+    return bucket.reduce(bucket.numbers(counts), "max")
 
 
 def _scattered(

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from autoopt import oracle
 from autoopt.capture import Source
+from autoopt.optim import fused
 from autoopt.optim.bucket import AVERAGE, HELD, Bucket, masked
-from autoopt.optim.fused import Sweep
-from autoopt.optim.reading import Moments, Reading
+from autoopt.optim.fused import Decision
+from autoopt.optim.reading import Moments, Reading, Swept
 from autoopt.optim.rule import Products, Rule, Share
 
 
@@ -24,44 +25,75 @@ class Metric(Protocol):
     def _moved(self, group: dict[str, Any], bucket: Bucket, change: Tensor, rows: Tensor) -> None: ...
 
 
-def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading, finite: Tensor) -> None:
+def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading | Swept, total: Tensor | None) -> None:
     """Move the units of one bucket. Every change passes through a mask, since only the device knows.
 
-    `live` units have a finite gradient that is not zero; the `rows` that move are theirs, less those of tensors without
-    a gradient.
+    Args:
+        optimizer: has the metric.
+        rule: decides.
+        source: knows the ranks.
+        reading: what to go by.
+        total: finite where all is that must be, of all buckets and ranks; None: there are no others.
     """
-    bucket = reading.bucket
-    live = finite & (reading.size > 0)
+    if isinstance(reading, Swept):
+        _move_swept(rule, source, reading, total)
+    else:
+        _move_rows(optimizer, rule, source, reading, total)
+
+
+def _movers(
+    bucket: Bucket, size: Tensor, present: Tensor | None, largest: Tensor, total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The `live` units, which have a finite gradient that is not zero, and the tensors that move, theirs if present.
+
+    They have taken one more step.
+    """
+    live = ((largest if total is None else total) < torch.inf) & (size > 0)
     moves = bucket.of_tensors(live)
-    if reading.present is not None:
-        moves = moves & reading.present
+    if present is not None:
+        moves = moves & present
     bucket.steps.add_(moves)
     bucket.keep("count", live, bucket.statistics["count"] + 1)
-    if isinstance(reading.gradient, Sweep):
-        _move_swept(rule, source, reading, reading.gradient, live, moves)
-    else:
-        _move_rows(optimizer, rule, source, reading, reading.gradient, live, moves)
+    return live, moves
 
 
-def _move_swept(rule: Rule, source: Source, reading: Reading, sweep: Sweep, live: Tensor, moves: Tensor) -> None:
+def _move_swept(rule: Rule, source: Source, swept: Swept, total: Tensor | None) -> None:
     """By the kernels, which filter as `Robust` does; the sums are there already."""
-    group, bucket, sums, of_samples = reading.group, reading.bucket, sweep.sums, reading.moments
-    if of_samples is not None and source.ranks > 1:
-        of_samples = of_samples.of_all(source, bucket)
-    products = _judged(bucket, live, sums.gm, None, sums.gg, sums.raw_gg, of_samples)
-    scale, shrink = rule.length(group, bucket, products, lambda: (sums.direction, sums.weights))
-    decoupled = group["weight_decay"] and not sweep.coupled
-    newest = oracle.relative.newest(bucket.statistics["count"]) if group["average"] else None
-    sweep.apply(moves, scale, shrink if decoupled else None, newest)
+    sweep, samples = swept.sweep, swept.samples
+    if source.ranks > 1 and (moments := swept.moments()) is not None:
+        moments = moments.of_all(source, swept.bucket)
+        sweep.sums.square.copy_(moments.square)
+        samples = moments.samples
+    if len(sweep.matrix) <= fused.UNITS:
+        decision = sweep.decide(samples, total)
+    else:
+        decision = decided(rule, swept._replace(samples=samples), total)
+    sweep.apply(decision)
 
 
-def _move_rows(
-    optimizer: Metric, rule: Rule, source: Source, reading: Reading, given: Tensor, live: Tensor, moves: Tensor
-) -> None:
-    """By operations on all rows."""
+def decided(rule: Rule, swept: Swept, total: Tensor | None) -> Decision:
+    """What `Sweep.decide` does, by operations."""
+    bucket, sums, present = swept.bucket, swept.sweep.sums, swept.sweep.present
+    live, moves = _movers(bucket, sums.size, present, swept.largest(), total)
+    products = _judged(bucket, live, sums.gm, None, sums.gg, sums.raw_gg, swept.moments())
+    scale, shrink = rule.length(swept.group, bucket, products, lambda: (sums.direction, sums.weights))
+    newest = oracle.relative.newest(bucket.statistics["count"])
+    return Decision(moves.to(torch.uint8), scale, shrink, torch.cat([newest, newest.min().view(1)]))
+
+
+def newest_of(reading: Reading | Swept) -> Tensor:
+    """The share of what is new in an average that goes by the unit that counted furthest."""
+    if isinstance(reading, Swept):
+        return reading.sweep.slowest
+    return oracle.relative.newest(reading.bucket.statistics["count"].max())
+
+
+def _move_rows(optimizer: Metric, rule: Rule, source: Source, reading: Reading, total: Tensor | None) -> None:
+    """By operations on all rows; those that move are the rows of the tensors that do."""
     group, bucket = reading.group, reading.bucket
+    live, moves = _movers(bucket, reading.size, reading.present, reading.largest(), total)
     rows = moves[bucket.tensor_of_row].unsqueeze(1)
-    raw = masked(given, rows)
+    raw = masked(reading.gradient, rows)
     weights, decay = bucket.rows(bucket.here(bucket.params)), group["weight_decay"]
     coupled = decay and not group["decoupled_weight_decay"]
     gradient = masked(raw + decay * weights, rows) if coupled else raw
