@@ -5,13 +5,14 @@
 Needs torch with Triton and a CUDA device, and takes less than a minute. First 20 steps of a net with odd sizes by both
 paths: the largest difference of any weight or state, relative to the largest element of its tensor. Rounding makes up
 to 1e-5. Then step() alone with the 148 tensors of GPT-2 (124M parameters): time by events, the median of 30 steps; how
-long the host is busy with a step; and how many kernels one takes.
+long the host is busy with a step; how often it launches a kernel, and which ones, copies included.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from autoopt import AutoAdaGrad, AutoAdam, AutoAdamW, AutoSGD
 from autoopt.optim import fused
 
 STEPS, WARM, TIMED = 20, 8, 30
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # what CUDA calls them, and then some letters
 OURS = {"SGD": AutoSGD, "Adam": AutoAdam, "AdaGrad": AutoAdaGrad}
 PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True),
@@ -122,7 +124,7 @@ class Timed:
         self.observe()
         self.optimizer.step()
 
-    def measure(self) -> dict[str, float]:
+    def measure(self) -> dict[str, Any]:
         for _ in range(WARM):
             self.step()
         torch.cuda.synchronize()
@@ -144,15 +146,21 @@ class Timed:
             **self.kernels(),
         }
 
-    def kernels(self) -> dict[str, float]:
-        """How many kernels a step takes, copies included, and how long the GPU is busy with them."""
+    def kernels(self) -> dict[str, Any]:
+        """How often a step launches a kernel, which ones the GPU ran, copies included, and how long it is busy."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             self.step()
             torch.cuda.synchronize()
         found = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        return {"kernels": len(found), "gpu ms": sum(event.device_time for event in found) / 1e3}
+        launches = sum(event.name.startswith(LAUNCHES) for event in profiled.events())
+        return {
+            "launches": launches,
+            "kernels": len(found),
+            "gpu ms": sum(event.device_time for event in found) / 1e3,
+            "names": dict(Counter(event.name[:80] for event in found).most_common()),
+        }
 
     def waits(self) -> str:
         """Whether a step waits for the GPU."""
@@ -187,7 +195,7 @@ def main() -> None:
         assert not fused._broken, fused._broken
 
     found["times"] = {}
-    print(f"\n{'step()':24} {'ms':>7} {'gpu ms':>7} {'host ms':>8} {'kernels':>8}  waits")
+    print(f"\n{'step()':24} {'ms':>7} {'gpu ms':>7} {'host ms':>8} {'launches':>8} {'kernels':>8}  waits")
     for kind in OURS:
         for label, kernels in (("operations", False), ("kernels", True), ("torch, fused", None)):
             if kernels is None and kind not in PLAIN:
@@ -200,7 +208,7 @@ def main() -> None:
             found["times"][f"{kind}, {label}"] = row
             print(
                 f"{kind + ', ' + label:24} {row['ms']:7.2f} {row['gpu ms']:7.2f} {row['host ms']:8.2f} "
-                f"{row['kernels']:8}  {row['waits'][:60]}",
+                f"{row['launches']:8} {row['kernels']:8}  {row['waits'][:60]}",
                 flush=True,
             )
             options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -378,7 +378,8 @@ class TestDecision:
         known = {
             "count": (age * torch.rand(units, dtype=torch.float64).to(DEVICE)).ceil(), "noise": signed(),
             HELD: torch.where(numbers() < 0.3, torch.nan, signed()), "carry": 0.9**age, "age": age,
-            "start": numbers(), "size": numbers(zeros=0.1), "gradient": numbers(), "variance": signed(),
+            "start": numbers(), "size": numbers() * (1e-39 if number % 7 == 0 else 1.0),
+            "gradient": numbers(), "variance": signed(),
             "measured": torch.minimum(age, torch.randint(0, longest, (units,)).double().to(DEVICE)),
             "alignment": signed().abs() * (-1.0, 1.0, 100.0)[number % 3], "usual": numbers(), "rate": numbers(),
         }  # fmt: skip
@@ -388,12 +389,29 @@ class TestDecision:
         bucket.steps.copy_(torch.randint(0, longest, bucket.steps.shape))
         gg = numbers()
         columns = [numbers(zeros=0.2), signed(), gg * (numbers() > 0.1), gg, numbers(), numbers(), numbers(), numbers()]
+        if number % 7 == 0:
+            columns[6] *= 1e-37  # so short that its squares were lost
         if number % 10 == 7:
             columns[(0, 4)[number % 20 // 10]][0] = (torch.nan, torch.inf)[number % 3 % 2]
         several = torch.randint(0, 9, (units,)).double().to(DEVICE)
         samples: Any = (None, 1, 2, 64, several)[number % 5]
         total = (None, 3.0, torch.inf, None, torch.nan, 0.0)[number % 6]
         return torch.stack(columns, 1), samples, None if total is None else gg.new_tensor(total)
+
+    @pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+    def test_zeros_without_a_pass_are_no_gradients(self, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        with path(True, monkeypatch) as sweeps:
+            torch.manual_seed(3)
+            model = Small().to(DEVICE)
+            optimizer = make(model)
+            eventful(model, optimizer, 0)
+            optimizer.zero_grad(set_to_none=False)
+            before = held(model, optimizer)
+            optimizer.step()
+            after = held(model, optimizer)
+            assert len(sweeps) == 2
+        for name, value in before.items():
+            assert torch.equal(value, after[name]) or "running" in name, name  # those go by the layer
 
     def test_beyond_one_program_operations_decide(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ends = []

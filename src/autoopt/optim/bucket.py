@@ -80,7 +80,8 @@ class Bucket:
         self.buffers = {name: self._zeros(sum(rows), ROW) for name in buffers}
         self.steps = torch.zeros(len(self.params), dtype=STATISTICS, device=self.device)  # t of each tensor
         self.statistics = {name: self._start(value, len(units)) for name, value in statistics.items()}
-        self.tables: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # addresses that the device knows, see `fused`
+        # addresses that the device knows, where it does, and whether all are those of 16 bytes each; see `fused`
+        self.tables: dict[str, tuple[list[int], Tensor, bool]] = {}
         self._present: dict[tuple[bool, ...], Tensor] = {}
         self._restore([state[i] for i in order])
 

@@ -6,6 +6,7 @@ fuses by itself, and traces the plain path.
 
 import functools
 import importlib.util
+import operator
 import os
 import warnings
 from collections.abc import Sequence
@@ -224,19 +225,20 @@ class Operand:
     def __init__(self, bucket: Bucket, name: str, tensors: Sequence[Tensor | None]) -> None:
         self.tensors = tensors
         self.flat = [tensor if tensor is None or _plain(tensor) else tensor.float().contiguous() for tensor in tensors]
-        addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in self.flat)
-        self.aligned = not any(address % 16 for address in addresses)
-        known, self.table = bucket.tables.get(name, (None, bucket.first_rows))
-        lasting = tensors is bucket.params and all(
-            flat is tensor for flat, tensor in zip(self.flat, tensors, strict=True)
-        )
-        if recording(bucket.device) and not (lasting and known == addresses):  # a gradient does not outlive the step
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.flat]
+        known, self.table, self.aligned = bucket.tables.get(name, ([], bucket.first_rows, True))
+        same = known == addresses
+        if recording(bucket.device) and not (same and self._lasts(bucket)):
             rows = bucket.rows(tensors)
             self.flat, self.aligned = list(bucket.tensors(rows)), True
             self.table = bucket.first_rows * (ROW * rows.element_size()) + rows.data_ptr()
-        elif known != addresses:
-            self.table = _uploaded(addresses, bucket.device)
-            bucket.tables[name] = addresses, self.table
+        elif not same:
+            self.table, self.aligned = _uploaded(addresses, bucket.device), not any(a % 16 for a in addresses)
+            bucket.tables[name] = addresses, self.table, self.aligned
+
+    def _lasts(self, bucket: Bucket) -> bool:
+        """Whether the tensors outlive the step: a gradient does not, nor does a copy."""
+        return self.tensors is bucket.params and all(map(operator.is_, self.flat, self.tensors))
 
     def put_back(self) -> None:
         """Have what a kernel wrote in the tensors themselves, where it wrote to copies."""

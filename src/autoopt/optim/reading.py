@@ -124,7 +124,7 @@ def read(
 def _samples(source: Source, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor | int:
     """N, from the host where it is the same for all that have a gradient; the others do not move."""
     found = [source.samples(name) for name, given in zip(bucket.names, gradients, strict=True) if given is not None]
-    first = found[0]
+    first = found[0] if found else 0
     if source.ranks == 1 and isinstance(first, int) and all(isinstance(n, int) and n == first for n in found):
         return first
     return _samples_of_units(source, bucket, gradients)
