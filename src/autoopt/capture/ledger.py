@@ -41,7 +41,6 @@ class Ledger:
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
         self._few = Few(total)
-        self._nodes: dict[str, tuple[Any, Any]] = {}  # which parameter it was, and where its gradient is added to
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
@@ -158,17 +157,8 @@ class Ledger:
             self._added = graph, {}
         found = self._added[1]
         if name not in found:
-            found[name] = executes(self._node(name))
+            found[name] = executes(_accumulator(self.used(name)))
         return found[name]
-
-    def _node(self, name: str) -> Any:
-        """Where autograd adds to the parameter's gradient. To ask for it takes longer than all else here."""
-        parameter = self.used(name)
-        found = id(parameter), parameter.dtype, parameter.device  # one that is moved gets a new node
-        known = self._nodes.get(name)
-        if known is None or known[0] != found:
-            known = self._nodes[name] = found, torch.autograd.graph.get_gradient_edge(parameter).node
-        return known[1]
 
     def _alone(self, name: str, graph: int) -> None:
         """See that a parameter has no other use in the pass of that number."""
@@ -197,6 +187,21 @@ class Ledger:
         known = name in self.squares
         self.squares[name] = self.squares[name] + square if known else square
         self.samples[name] = self.samples[name] + samples if known else samples
+
+
+def _accumulator(parameter: nn.Parameter) -> Any:
+    """The node that adds to a parameter's gradient: torch.autograd.graph.get_gradient_edge, in a third of its time.
+
+    It must not be kept: it belongs to the stream on which it was made, and would tie later graphs to that.
+    """
+    enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        used = parameter.view_as(parameter)
+        assert used.grad_fn is not None
+        return used.grad_fn.next_functions[0][0]
+    finally:
+        torch._C._set_grad_enabled(enabled)
 
 
 def _late(name: str) -> str:

@@ -7,7 +7,6 @@ the count of kernels does not grow with the count of tensors. A unit is what sha
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,7 +58,10 @@ class Bucket:
         self.absent = [self.zero.expand(p.shape) for p in here]  # what stands for a tensor that is not there
         self.pads = [self._zeros(r * ROW - p.numel()) for p, r in zip(here, rows, strict=True)]  # of the last row
         starts = [*itertools.accumulate(rows, initial=0)]
-        self.places = [(p.shape, _strides(p.shape), r * ROW) for p, r in zip(here, starts, strict=False)]
+        # Elements keep the order that they have in memory (channels last, say), so that nothing has to be turned.
+        self.orders = [_order(p) if self.group is None else None for p in here]
+        strides = [_strides(p.shape, order) for p, order in zip(here, self.orders, strict=True)]
+        self.places = [(p.shape, s, r * ROW) for p, s, r in zip(here, strides, starts, strict=False)]
         self.single = len(units) == len(self.params)  # every tensor is a unit of its own
         tensor_of = torch.repeat_interleave(torch.tensor(rows))
         unit_of = torch.tensor(self.units)
@@ -145,8 +147,8 @@ class Bucket:
     def rows(self, tensors: Iterable[Tensor | None]) -> Tensor:
         """Tensors in the order of `params` as one (rows, ROW) matrix; None is zeros."""
         flat: list[Tensor] = []
-        for tensor, absent, pad in zip(tensors, self.absent, self.pads, strict=True):
-            flat += [absent if tensor is None else tensor, pad]
+        for tensor, absent, order, pad in zip(tensors, self.absent, self.orders, self.pads, strict=True):
+            flat += [absent if tensor is None else tensor if order is None else tensor.permute(order), pad]
         together: Tensor = _flatten_dense_tensors(flat)
         return together.to(self.compute).view(-1, ROW)
 
@@ -232,9 +234,19 @@ def _runs(lengths: list[int]) -> list[list[int]]:
     return [*runs, lengths]
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Those of a tensor without gaps."""
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+def _order(tensor: Tensor) -> list[int] | None:
+    """The axes of a tensor from the outermost to the innermost in memory; None: as they are, or there are gaps."""
+    order = sorted(range(tensor.dim()), key=lambda axis: (tensor.stride(axis), tensor.shape[axis]), reverse=True)
+    dense = list(tensor.stride()) == _strides(tensor.shape, order)
+    return order if dense and not tensor.is_contiguous() else None
+
+
+def _strides(shape: Sequence[int], order: Sequence[int] | None) -> list[int]:
+    """Those of a tensor without gaps, whose axes lie in that order."""
+    strides, size = [0] * len(shape), 1
+    for axis in reversed(order or range(len(shape))):
+        strides[axis], size = size, size * shape[axis]
+    return strides
 
 
 def masked(matrix: Tensor, rows: Tensor) -> Tensor:

@@ -182,9 +182,9 @@ class Sweep:
                 bucket.unit_of_tensor, bucket.elements, bucket.steps,
                 known["count"], known["noise"], known.get(HELD, matrix), known["carry"], known["age"], known["start"],
                 known["size"], known["gradient"], known["variance"], known["measured"], known["alignment"],
-                known["usual"], known["rate"], moves, scale, shrink, newest, units, tensors,
+                known["usual"], known["rate"], moves, scale, shrink, newest, units,
                 MEASURES=samples is not None, COUNTED=isinstance(samples, Tensor), HOLDS=HELD in known,
-                ALONE=total is None, PRESENT=self.present is not None, BLOCK=block,
+                ALONE=total is None, PRESENT=self.present is not None, TENSORS=tensors, BLOCK=block,
                 num_warps=min(max(block // 32, 1), 16),
             )  # fmt: skip
         torch.autograd.graph.increment_version([*known.values(), bucket.steps])
@@ -224,7 +224,7 @@ class Operand:
 
     def __init__(self, bucket: Bucket, name: str, tensors: Sequence[Tensor | None]) -> None:
         self.tensors = tensors
-        self.flat = [tensor if tensor is None or _plain(tensor) else tensor.float().contiguous() for tensor in tensors]
+        self.flat = [_in_place(*each) for each in zip(tensors, bucket.places, strict=True)]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.flat]
         known, self.table, self.aligned = bucket.tables.get(name, ([], bucket.first_rows, True))
         same = known == addresses
@@ -253,9 +253,17 @@ def recording(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Whether the elements lie one after the other, in the kernels' precision."""
-    return tensor.dtype == torch.float32 and tensor.is_contiguous()
+def _in_place(tensor: Tensor | None, place: tuple[Any, list[int], int]) -> Tensor | None:
+    """The tensor, or a copy of it, in the kernels' precision and with its elements in the order of those in a row."""
+    if tensor is None:
+        return None
+    shape, strides, _ = place
+    own = tensor.stride()
+    if tensor.dtype == torch.float32 and all(
+        one == other or size == 1 for one, other, size in zip(own, strides, shape, strict=True)
+    ):
+        return tensor
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=tensor.device).copy_(tensor)
 
 
 def _uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:

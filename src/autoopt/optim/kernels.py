@@ -254,9 +254,9 @@ def _rate(ratio, weights, start, elements, size):
 def decide(
     sums, samples, total, present, unit_of_tensor, elements,
     steps, counts, noises, helds, carries, ages, starts, sizes, gradients, variances, measurements, alignments, usuals,
-    rates, moves, scales, shrinks, newests, units, tensors,
+    rates, moves, scales, shrinks, newests, units,
     MEASURES: tl.constexpr, COUNTED: tl.constexpr, HOLDS: tl.constexpr, ALONE: tl.constexpr, PRESENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TENSORS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All of a step that is a number per unit: `step._judged`, then `Robust.length`; in one program, for all units.
 
@@ -346,9 +346,9 @@ def decide(
     tl.store(newests + units, tl.min(tl.where(valid, newest, 1.0), 0))  # of the unit that counted furthest
 
     # which tensors move
-    for begin in range(0, tensors, BLOCK):
+    for begin in range(0, TENSORS, BLOCK):
         tensor = begin + tl.arange(0, BLOCK)
-        there = tensor < tensors
+        there = tensor < TENSORS
         step = tl.load(steps + tensor, mask=there, other=0.0)
         size_of = tl.load(sums + tl.load(unit_of_tensor + tensor, mask=there, other=0) * 8, mask=there, other=0.0)
         moved = there & finite & (size_of > 0)
