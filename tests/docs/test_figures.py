@@ -28,3 +28,16 @@ def test_figures_are_up_to_date() -> None:
     for name, svg in (draw.simulated() | draw.measured()).items():
         kept = (FIGURES / name).read_text(encoding="utf-8")
         assert numbers(svg) == pytest.approx(numbers(kept), abs=1), f"{name}: run docs/figures/draw.py"
+
+
+def test_the_paper_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FIGURES)
+    import paper
+
+    results = paper.read(paper.RUNS)
+    charts, hidden = paper.figures(results)
+    page = paper.PAGE.read_text(encoding="utf-8")
+    assert paper.filled(page, paper.parts(results, hidden)) == page, "run docs/figures/paper.py"
+    for name, svg in charts.items():
+        kept = (FIGURES / name).read_text(encoding="utf-8")
+        assert numbers(svg) == pytest.approx(numbers(kept), abs=1), f"{name}: run docs/figures/paper.py"
