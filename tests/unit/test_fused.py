@@ -28,6 +28,7 @@ from autoopt.optim.bucket import HELD, Bucket
 from autoopt.optim.reading import Swept
 from autoopt.optim.robust import Robust
 from autoopt.optim.step import decided
+from autoopt.oracle import relative
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -288,7 +289,7 @@ def eventful(model: nn.Module, optimizer: Any, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(1 if number == 9 else 8, 7, generator=generator).to(DEVICE)
     optimizer.zero_grad()
-    y = model(x, {5: None, 6: 0.0}.get(number, 1.0))
+    y = model(x, {0: None, 5: None, 6: 0.0}.get(number, 1.0))
     loss = (y - x[:, :2] - (20.0 if number >= 20 else 0.0)).square().mean()  # the data shifts
     (loss * torch.nan if number == 12 else loss).backward()
     if number % 5 == 4:
@@ -301,6 +302,7 @@ MANY: dict[str, tuple[Any, dict[str, Any], bool]] = {  # the last: in two groups
     "SGD, layer, measure_every": (AutoSGD, {"granularity": "layer", "measure_every": 3, "weight_decay": 0.1}, False),
     "Adam, measure_every, groups": (AutoAdam, {"measure_every": 3}, True),
     "AdamW, layer": (AutoAdamW, {"granularity": "layer", "weight_decay": 0.1}, False),
+    "Adam, group": (AutoAdam, {"granularity": "group"}, False),
     "AdaGrad, coupled decay, groups": (AutoAdaGrad, {"weight_decay": 0.1}, True),
 }
 
@@ -340,8 +342,9 @@ class TestDecision:
                     patch.setattr(fused.Sweep, "decide", decide)
                     eventful(*pair, number)
             assert_close(*(held(*pair) for pair in pairs), TOLERANCE if number < 20 else AFTER_A_SHIFT)
-        happened = {"halved", "bad", "one sample", "missing", "still"}
-        happened |= ({"others"} if several else set()) | ({"held"} if "measure_every" in options else set())
+        happened = {"halved", "bad", "one sample", "missing"} | ({"others"} if several else set())
+        happened |= {"held"} if "measure_every" in options else set()
+        happened |= {"still"} if options.get("granularity") != "group" else set()
         assert {name for name, times in seen.items() if times} == happened
 
     @pytest.mark.parametrize("layers", [1, 2, 19])
@@ -361,6 +364,28 @@ class TestDecision:
             before, after, _ = by_both(sweep, samples, total, fused.Sweep.decide)
             halved[bool((after["count"] < before["count"]).any())] += 1
         assert min(halved[True], halved[False]) > 2
+
+    @pytest.mark.parametrize("above", [False, True])
+    @pytest.mark.parametrize(("age", "by"), [(11, "noise"), (101, "usual")])
+    def test_the_border_from_which_on_the_weights_travel(self, age: int, by: str, above: bool) -> None:
+        model = nn.Linear(3, 4).to(DEVICE)
+        optimizer = AutoSGD(model, granularity="group")
+        bucket: Bucket = optimizer._made_buckets()[0][0]
+        carry, noise, usual = 0.9**age, 3.0 if by == "noise" else 1e9, 2.0
+        border = relative.STEADY * noise if by == "noise" else usual**0.5
+        alignment = (1 - carry) * border * (1 + (1e-9 if above else -1e-9))
+        known = {
+            "age": age, "carry": carry, "count": age, "measured": 7, "alignment": alignment,
+            "variance": noise * (1 - relative.SMOOTHING**7), "usual": usual * (1 - relative.SMOOTHING ** (age - 1)),
+        }  # fmt: skip
+        for name, value in known.items():
+            bucket.statistics[name].fill_(value)
+        sweep = object.__new__(fused.Sweep)
+        sweep.bucket, sweep.group, sweep.present = bucket, optimizer.param_groups[0], None
+        row = [1.0, alignment * (1 - carry), 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+        sweep.matrix = torch.tensor([row], dtype=torch.float64, device=DEVICE)
+        _, after, _ = by_both(sweep, 8, None, fused.Sweep.decide)
+        assert after["count"].item() == (age + 1) / (2 if above else 1)
 
     def _drawn(self, bucket: Bucket, number: int) -> tuple[Tensor, Any, Tensor | None]:
         """Statistics, in the bucket, and sums that may come up, or may not."""
@@ -404,7 +429,7 @@ class TestDecision:
             torch.manual_seed(3)
             model = Small().to(DEVICE)
             optimizer = make(model)
-            eventful(model, optimizer, 0)
+            eventful(model, optimizer, 1)
             optimizer.zero_grad(set_to_none=False)
             before = held(model, optimizer)
             optimizer.step()
