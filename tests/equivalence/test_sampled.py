@@ -378,3 +378,31 @@ def test_exact_statistics_watch_everything() -> None:
     for _ in range(2):
         squares(capture, model, x)
     assert not capture.bare.quiet
+
+
+def test_under_autocast_nothing_more_is_kept_than_autograd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input in the lower precision, and not the one that it was made of, which is twice as large."""
+    made: list[glance.Glance] = []
+
+    class Noted(glance.Glance):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(sampled, "ROOM", 0)
+    monkeypatch.setattr(glance, "Glance", Noted)
+    model, x = nn.Linear(6, 4), torch.randn(8, 5, 6)
+    capture = watched(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    (kept,) = made[0].kept
+    assert kept.dtype == y.dtype == torch.bfloat16
+    saved: list[int] = []
+    node = y.grad_fn
+    while node is not None and not hasattr(node, "_saved_mat1"):
+        node = node.next_functions[0][0]
+    assert node is not None
+    saved.append(node._saved_mat1.data_ptr())
+    assert kept.data_ptr() in saved
+    y.float().square().sum().backward()
+    assert capture.second_moment("weight").isfinite().all()

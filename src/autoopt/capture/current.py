@@ -24,6 +24,14 @@ def observable() -> bool:
     return not torch._C._get_tracing_state() and torch._C._functorch.maybe_current_level() is None
 
 
+def lowered(x: Tensor) -> Tensor:
+    """What autocast makes of an operand of an operation that it runs in its lower precision."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 def executes(node: Any) -> bool:
     """Whether the backward pass that runs this reaches a node of the graph. Those that it gives back it does not."""
     try:

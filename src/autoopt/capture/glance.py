@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoopt.capture.current import lowered
 from autoopt.capture.sampled import Some
 from autoopt.capture.site import Site
 from autoopt.moments import Operation
@@ -46,10 +47,7 @@ class Glance:
         dy = dy[some.rows]
         for role in roles:
             if role == "weight":
-                few = operation.select(kept, some.rows)
-                if operation.lowers and few[0].dtype != dy.dtype:  # autocast has done so to the operation
-                    few = tuple(tensor.to(dy.dtype) for tensor in few)
-                c = operation.weight_contributions(dy, few)
+                c = operation.weight_contributions(dy, operation.select(kept, some.rows))
             else:
                 c = operation.bias_contributions(dy)
             site.ledger.add_few(site.names[role], self.samples, c, some.share, graph)
@@ -73,10 +71,13 @@ def suits(site: Site, operation: Operation, x: Tensor, weight: Tensor) -> Some |
 def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) -> Tensor:
     """The layer's output, on whose way back is a glance."""
     layer: Any = site.layer
+    as_it_is = batch is x
+    if operation.lowers:  # what autocast would do to the input, done here, so that what is kept is what autograd keeps
+        batch = lowered(batch)
     output: Tensor
     kept: tuple[Tensor, ...] = (batch,)
-    if operation.keeps_input:
-        output = site.plain.forward(layer, x)
+    if operation.keeps_input and as_it_is:
+        output = site.plain.forward(layer, batch)
     else:
         output, kept = operation.forward(batch, layer.weight, getattr(layer, "bias", None))
     if output.requires_grad:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autoopt.capture import glance
 from autoopt.capture.composite import Composite
-from autoopt.capture.current import observable
+from autoopt.capture.current import lowered, observable
 from autoopt.capture.distributed import active_group
 from autoopt.capture.function import Observe
 from autoopt.capture.generated import subclass
@@ -74,10 +74,9 @@ def _run(layer: Any, x: Tensor) -> Tensor:
     if some is not None:
         return glance.run(site, operation, x, batch, some)
     derived = {"weight": weight, "bias": bias} if site.origins else None
-    if operation.lowers and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if operation.lowers and x.dtype != torch.float64:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
-        lower = torch.get_autocast_dtype(x.device.type)
-        batch, weight, bias = batch.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
+        batch, weight, bias = lowered(batch), lowered(weight), None if bias is None else lowered(bias)
     leaves = site.leaves(batch.device)
     output: Tensor = Observe.apply(operation, site, derived, batch, weight, bias, *leaves)  # type: ignore[no-untyped-call]
     if single:

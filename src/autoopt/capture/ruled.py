@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoopt.capture.copies import Sole, enter, once
+from autoopt.capture.current import lowered
 from autoopt.capture.ledger import Ledger
 from autoopt.capture.sampled import moments
 from autoopt.moments import Operation
@@ -74,9 +75,8 @@ class Ruled(torch.autograd.Function):
 def run(known: Known, ledger: Ledger, sole: Sole) -> Tensor:
     """The result of the call."""
     operation, x, weight, bias = known
-    if operation.lowers and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        lower = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
+    if operation.lowers and x.dtype != torch.float64:
+        x, weight, bias = lowered(x), lowered(weight), None if bias is None else lowered(bias)
     output: Tensor = Ruled.apply(operation, ledger, known, sole, x, weight, bias)  # type: ignore[no-untyped-call]
     return output
 
