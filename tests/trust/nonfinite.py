@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contract.small import assert_same, backward, batches, snapshot, train
-from trust.subjects import Make
+from trust.subjects import Make, glances
 
 Spoil = Callable[[nn.Module, random.Random], None]
 VALUES = (torch.nan, torch.inf, -torch.inf)
@@ -78,6 +78,7 @@ def assert_finite(state: Any) -> None:
             assert key == "noise" or torch.as_tensor(value).isfinite().all(), f"{key} of parameter {number}"
 
 
+@glances()
 def trials(make: Make, count: int, seed: int) -> int:
     """As many steps, with a bad batch before each; returns how many there were."""
     chance = random.Random(seed)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from contract.small import batches
-from trust.subjects import SUBJECTS, Make
+from trust.subjects import SUBJECTS, Make, glances
 
 MODES = ("float32", "bfloat16", "amp", "accumulation")
 EVERY = 3  # steps between checkpoints
@@ -38,6 +38,7 @@ def network(mode: str) -> nn.Module:
     return model.to(torch.bfloat16 if mode == "bfloat16" else torch.float32)
 
 
+@glances()
 def life(folder: Path, make: Make, mode: str, steps: int, killing: Killing) -> None:
     """Train from the last checkpoint to the end, or to death."""
     model = network(mode)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contract.small import batches
-from trust.subjects import Make
+from trust.subjects import Make, glances
 
 WARM = 100  # steps after which nothing may grow
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -33,6 +33,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
 
 
+@glances()
 def soak(make: Make, steps: int) -> Soak:
     """Train for so many steps, evaluating and reading what was chosen every fiftieth."""
     model = network()

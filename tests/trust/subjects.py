@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import autoopt
+from autoopt.capture import sampled
 from autoopt.optim.options import RULES
 from contract.small import Batch, batches, mlp, train
 
@@ -29,6 +31,16 @@ SUBJECTS: dict[str, Make] = {
 # each optimizer under one of the rules in turn; `make trust` has all
 IN_TURN = [name for i, name in enumerate(SUBJECTS) if i % len(RULES) == i // len(RULES) % len(RULES)]
 every_optimizer = pytest.mark.parametrize("make", [SUBJECTS[name] for name in IN_TURN], ids=IN_TURN)
+
+
+@contextlib.contextmanager
+def glances() -> Iterator[None]:
+    """Have layers that form contributions look at two samples, as large ones do: the nets here are small."""
+    before, sampled.ROOM = sampled.ROOM, 0
+    try:
+        yield
+    finally:
+        sampled.ROOM = before
 
 
 def trained(make: Make, data: Sequence[Batch] | None = None, **options: Any) -> nn.Sequential:
