@@ -1,12 +1,21 @@
-"""Checks the engine's promises on a GPU. Part of engine_gpu.py."""
+"""Checks the engine's promises on a GPU, as a part of engine_gpu.py; and on a CPU that runs are the same in company.
+
+    python benchmarks/engine_checks.py --out docs/results/engine_alone.json
+
+There 256 sampled settings are trained alone, and among three others of which one diverges, in float64 and float32.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import platform
 import random
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,10 +49,20 @@ def against_float64(name: str, precision: str, rule: str, steps: int = 6) -> flo
     return float(difference / (there.weights - before).abs().max())
 
 
-def trained(name: str, data: Data, rule: str, batch: int, rows: Sequence[Run], steps: int, compiled: bool) -> Chunk:
-    """A chunk after some steps of the orders and dropout that belong to its seeds."""
-    net = NETS[name]
-    chunk = Chunk(net, data, Plan(rule, batch, epochs=1), rows, fused(net), "cuda", torch.float32, compiled)
+def trained(
+    name: str,
+    data: Data,
+    rule: str,
+    batch: int,
+    rows: Sequence[Run],
+    steps: int,
+    compiled: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Chunk:
+    """A chunk after some steps of the orders and dropout that belong to its seeds, where the data is."""
+    net, device = NETS[name], data.train_inputs.device
+    backend = fused(net) if device.type == "cuda" else Reference(net)
+    chunk = Chunk(net, data, Plan(rule, batch, epochs=1), rows, backend, device, dtype, compiled)
     chunk.order.copy_(draws.orders(chunk.seeds, 0, len(data.train_inputs))[:, : chunk.order.shape[1]])
     go = chunk.captured()
     for _ in range(steps):
@@ -53,7 +72,8 @@ def trained(name: str, data: Data, rule: str, batch: int, rows: Sequence[Run], s
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Also of NaN."""
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+    bits = torch.int64 if a.dtype == torch.float64 else torch.int32
+    return torch.equal(a.view(bits), b.view(bits))
 
 
 def alone(name: str, rule: str, compile_update: bool = False, steps: int = 40) -> bool:
@@ -78,11 +98,17 @@ def setting(rule: str, generator: random.Random) -> Run:
     return Run(seed, options)
 
 
-def sampled(settings: int = 256, steps: int = 120, neighbours: int = 12) -> dict[str, Any]:
+def sampled(
+    settings: int = 256,
+    steps: int = 120,
+    neighbours: int = 12,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
     """Settings of every net, rule and batch size: trained alone, and among other settings of which one diverges."""
     begun = time.perf_counter()
     generator = random.Random(0)
-    data = {name: random_data(net, 4096, "cuda") for name, net in NETS.items()}
+    data = {name: random_data(net, 4096, device) for name, net in NETS.items()}
     groups = [(name, rule, batch) for name in NETS for rule in RULES for batch in BATCHES]
     found: dict[str, Any] = {
         "settings": 0,
@@ -96,10 +122,10 @@ def sampled(settings: int = 256, steps: int = 120, neighbours: int = 12) -> dict
         count = settings * (i + 1) // len(groups) - settings * i // len(groups)
         rows = [setting(rule, generator) for _ in range(count)]
         others = [setting(rule, generator) for _ in range(neighbours - 1)] + [Run(0, {"lr": 1e30})]
-        company = trained(name, data[name], rule, batch, [*others, *rows], steps, compiled=False)
+        company = trained(name, data[name], rule, batch, [*others, *rows], steps, dtype=dtype)
         losses = loss(company)[neighbours:]
         for k, row in enumerate(rows):
-            single = trained(name, data[name], rule, batch, [row], steps, compiled=False)
+            single = trained(name, data[name], rule, batch, [row], steps, dtype=dtype)
             together, apart = losses[k], loss(single)[0]
             found["settings"] += 1
             found["bit_equal"] += same_bits(single.weights[0], company.weights[neighbours + k])
@@ -131,3 +157,23 @@ def effect_of_precision(name: str, data: Data, rule: str, seeds: int = 16) -> di
         errors = [100 * result.test_error[-1] for result in results]
         row[precision] = [round(statistics.mean(errors), 3), round(statistics.stdev(errors), 3)]
     return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--settings", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"device": "CPU, one thread", "torch": torch.__version__, "machine": platform.machine()}
+    for dtype in (torch.float64, torch.float32):
+        kind = str(dtype).removeprefix("torch.")
+        found[kind] = sampled(options.settings, options.steps, neighbours=3, device="cpu", dtype=dtype)
+        print(kind, json.dumps(found[kind]), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
