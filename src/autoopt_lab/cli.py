@@ -83,7 +83,12 @@ def demo(
 
 
 DataFolder = Annotated[Path | None, typer.Option(help="Folder of the data, else AUTOOPT_DATA, else it is downloaded.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, or a list such as cuda:0,cuda:1: a process for each.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu, or a list: cuda:0,cuda:1 for a process on each, cuda:0,cuda:0 for two chunks at once."
+    ),
+]
 On = Annotated[str, typer.Option(help="here, or ray: train on the Ray cluster at --address (autoopt[ray]).")]
 Address = Annotated[str, typer.Option(help="Of the Ray cluster, HOST:PORT; auto: the one of this machine.")]
 Minutes = Annotated[float, typer.Option(help="Begin nothing that would not end by then.", min=0)]
