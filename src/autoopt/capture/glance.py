@@ -6,7 +6,6 @@ arrives at a hook. That costs a fraction of `Observe`, which remains for all sam
 hooks on saved tensors (checkpoints, offloading) want nothing to be kept.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,17 +29,22 @@ class Glance:
 
     def __call__(self, dy: Tensor) -> None:
         site = self.site
+        if torch.is_grad_enabled():  # else what a second backward pass adds to the weights would go unseen
+            raise RuntimeError(
+                f"backward ran through layer '{site.name}' with create_graph=True, as for a gradient penalty: what is "
+                "differentiated twice has no statistics. Leave its parameters to another optimizer through "
+                "param_groups, or freeze them for that pass."
+            )
         roles = [role for role in site.shadows if site.adds_to(role)]
         if not roles:
             site.closed(self)
             return
         graph = site.check(self.samples, self)
         kept, self.kept = self.kept, ()
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            if site.repeated:
-                self._book(roles, dy.detach(), kept)
-            else:
-                self._look(roles, dy, kept, graph)
+        if site.repeated:
+            self._book(roles, dy, kept)
+        else:
+            self._look(roles, dy, kept, graph)
 
     def _look(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...], graph: int) -> None:
         site, operation, some = self.site, self.operation, self.some
