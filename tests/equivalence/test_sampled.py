@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from autoopt import AutoAdam, AutoGaussNewton, AutoSGD
@@ -194,8 +195,8 @@ def glanced(monkeypatch: pytest.MonkeyPatch) -> list[glance.Glance]:
     taken: list[glance.Glance] = []
 
     class Counted(glance.Glance):
-        def __call__(self, dy: Tensor) -> None:
-            super().__call__(dy)
+        def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+            super().__call__(gradients)
             taken.append(self)
 
     monkeypatch.setattr(sampled, "ROOM", 0)
@@ -338,8 +339,103 @@ def test_what_is_kept_goes_with_the_pass(glanced: list[glance.Glance]) -> None:
     loss.backward()
     del x
     assert alive() is None
+    assert all(not use.kept for use in glanced)
     assert loss.item() > 0
     capture.detach()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)], ids=str)
+def test_a_pass_without_a_backward_leaves_nothing(norm: nn.Module, glanced: list[glance.Glance]) -> None:
+    """What a hook keeps must not lead back to the node that has the hook: nobody would ever free the two."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
+    capture, x = watched(model), torch.randn(8, 3, 6, 6, requires_grad=True)
+    alive = weakref.ref(x)
+    torch.autograd.grad(model(x).sum(), x)
+    model(x)
+    del x
+    assert alive() is None
+    assert not capture.sites["0"].repeated
+
+
+def observed_twin(model: nn.Module, run: Callable[[nn.Module], None]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The second moments after `run`, with glances, and by `Observe` with the same samples."""
+    twin, found = copy.deepcopy(model), []
+    for one, suits in ((model, glance.suits), (twin, lambda *_: None)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(glance, "suits", suits)
+            capture = watched(one)
+            run(one)
+        found.append({name: capture.second_moment(name) for name in capture.parameters})
+        assert all(square is not None for square in found[-1].values())
+    return found[0], found[1]
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, square in found.items():
+        torch.testing.assert_close(square, expected[name], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(5, 8), nn.Conv1d(6, 8, 2), nn.LayerNorm(5)], ids=str)
+def test_an_output_changed_in_place(layer: nn.Module, glanced: list[glance.Glance]) -> None:
+    """A linear layer over positions gives a view, whose node goes when it is changed."""
+    model, x = layer.double(), torch.randn(8, 6, 5, dtype=torch.float64)
+
+    def run(model: nn.Module) -> None:
+        y = model(x)
+        y.relu_()
+        y.square().sum().backward()
+
+    assert_alike(*observed_twin(model, run))
+    assert len(glanced) == 1
+
+
+def test_hooks_of_others_come_first(glanced: list[glance.Glance]) -> None:
+    """What they do to the gradient of the output reaches the weight."""
+    model, x = nn.Conv1d(3, 4, 3).double(), torch.randn(8, 3, 6, dtype=torch.float64)
+
+    def run(model: nn.Module) -> None:
+        y = model(x)
+        y.register_hook(lambda dy: dy * 0.5)
+        y.square().sum().backward()
+
+    assert_alike(*observed_twin(model, run))
+    assert len(glanced) == 1
+
+
+def test_running_statistics_stay_out_of_the_graph(glanced: list[glance.Glance]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.InstanceNorm2d(3, affine=True, track_running_stats=True))
+    optimizer = AutoSGD(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, 6, 6)).square().mean().backward()
+        optimizer.step()
+    assert len(glanced) == 4
+    assert not model[1].running_mean.requires_grad
+    model.eval()(torch.randn(8, 3, 6, 6))
+
+
+class Failing(torch.autograd.Function):
+    """As when the memory does not suffice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        raise RuntimeError("no memory")
+
+
+def test_what_a_failed_pass_left_is_forgotten(glanced: list[glance.Glance]) -> None:
+    """Also if the next one takes no glance: it has two samples."""
+    model = nn.Sequential(nn.Conv1d(3, 3, 3, padding=1), nn.Conv1d(3, 4, 3))
+    capture = watched(model)
+    with pytest.raises(RuntimeError, match="no memory"):
+        model[1](Failing.apply(model[0](torch.randn(8, 3, 6)))).square().sum().backward()
+    model.zero_grad()
+    model(torch.randn(2, 3, 6)).square().sum().backward()
+    assert capture.samples("1.weight") == 2
 
 
 class Block(nn.Module):
@@ -415,3 +511,79 @@ def test_under_autocast_nothing_more_is_kept_than_autograd_keeps(monkeypatch: py
     assert kept.data_ptr() == node._saved_mat1.data_ptr()
     y.float().square().sum().backward()
     assert capture.second_moment("weight").isfinite().all()
+
+
+class Scaled(nn.Module):
+    """A block with a scale of its own, which it does not always use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.skips = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) if self.skips else x + self.layer(x) * self.scale
+
+
+class Turned(nn.Module):
+    """A block that gives (positions, samples, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).transpose(0, 1)
+
+
+class Around(nn.Module):
+    """A block between uses of position embeddings."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.positions = block, nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.block(x * self.positions)
+        return (h + self.positions.unsqueeze(1)).transpose(0, 1) if isinstance(self.block, Turned) else h
+
+
+def test_a_module_with_parameters_of_its_own_is_always_watched(glanced: list[glance.Glance]) -> None:
+    model, x = Around(Scaled()).double(), torch.randn(8, 5, 4, dtype=torch.float64)
+    capture = watched(model)
+    first = squares(capture, model, x)
+    model.block.skips = True
+    squares(capture, model, x)
+    model.block.skips = False
+    assert_alike(squares(capture, model, x), first)
+
+
+@pytest.mark.parametrize("samples", [5, 8])
+def test_a_module_that_turns_the_samples_is_always_watched(samples: int, glanced: list[glance.Glance]) -> None:
+    """With as many positions as samples its result could be taken for one that has the samples first."""
+    model, x = Around(Turned()).double(), torch.randn(samples, 5, 4, dtype=torch.float64)
+    capture = watched(model)
+    first = squares(capture, model, x)
+    assert_alike(squares(capture, model, x), first)
+
+
+class Noting(TorchFunctionMode):
+    """A mode of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_others_see_quiet_modules(glanced: list[glance.Glance]) -> None:
+    """As torch.device does, which says where tensors are made."""
+    model, x = Around(Block()), torch.randn(8, 5, 4)
+    capture = watched(model)
+    squares(capture, model, x)
+    assert capture.bare.quiet
+    with Noting() as mode:
+        squares(capture, model, x)
+    assert "tanh" in mode.seen

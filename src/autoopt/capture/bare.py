@@ -67,6 +67,10 @@ class Bare:
         self.everywhere = True
         self._swap(module, path)
 
+    def holds(self, module: nn.Module) -> bool:
+        """Whether parameters without a rule are held by the module or by a part of it."""
+        return any(part in self.holding for part in module.modules())
+
     def look(self) -> None:
         """Watch the whole model, at least once."""
         self._swap(self.root, type(self.root).__name__)

@@ -2,7 +2,7 @@
 
 Where a few samples are enough (see `sampled`), nothing has to be computed inside the layer's operation. So autograd's
 own functions run it, forward and backward, and what they keep is kept here too, until the gradient of the output
-arrives at a hook. That costs a fraction of `Observe`, which remains for all samples, for compiled passes and where
+arrives at their node. That costs a fraction of `Observe`, which remains for all samples, for compiled passes and where
 hooks on saved tensors (checkpoints, offloading) want nothing to be kept.
 """
 
@@ -15,10 +15,14 @@ from autoopt.capture.current import lowered
 from autoopt.capture.sampled import Some
 from autoopt.capture.site import Site
 from autoopt.moments import Operation
+from autoopt.moments.operation import owned
 
 
 class Glance:
-    """One use of a layer, called with the gradient of its output."""
+    """One use of a layer, called with the gradients of what its operation gave: of its output, and of nothing else.
+
+    It is a hook on the node, not on the output: there the hooks of others have done to the gradient what they do.
+    """
 
     part, fold = "", 1
 
@@ -27,8 +31,10 @@ class Glance:
         self.outer, self.spent = -1, False
         site.opened(self)
 
-    def __call__(self, dy: Tensor) -> None:
-        site = self.site
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        site, dy = self.site, gradients[0]
+        if dy is None:
+            return
         if torch.is_grad_enabled():  # else what a second backward pass adds to the weights would go unseen
             raise RuntimeError(
                 f"backward ran through layer '{site.name}' with create_graph=True, as for a gradient penalty: what is "
@@ -85,7 +91,13 @@ def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) 
     else:
         output, kept = operation.forward(batch, layer.weight, getattr(layer, "bias", None))
     if output.requires_grad:
-        output.register_hook(Glance(operation, site, kept if layer.weight.requires_grad else (), batch.shape[0], some))
+        if output._is_view():  # one that is changed in place gets another node, and the hook would be lost
+            output = owned(output)
+        kept = (
+            tuple(tensor.detach() for tensor in kept) if layer.weight.requires_grad else ()
+        )  # else they hold the node
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(Glance(operation, site, kept, batch.shape[0], some))
     return output
 
 

@@ -122,6 +122,8 @@ class Ledger:
 
     def settle(self) -> None:
         """The backward pass ended: sum the uses of each parameter, square, add to what earlier passes left."""
+        if self._graph != self.current.graph:  # nothing was entered in this pass, and one before it failed
+            self._drop()
         uses, self._uses = self._uses, {}
         with torch.no_grad():
             if self.current.group is None:  # else the gradients are averages over ranks

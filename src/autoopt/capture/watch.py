@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map, tree_unflatten
 
 from autoopt.capture import ruled
@@ -165,23 +165,28 @@ class Watch(TorchFunctionMode):
         self.bare.placed.clear()
 
     def part(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module that holds layers. Where nothing but these met parameters before, they need not be watched."""
+        """Run a module that holds layers. Where nothing but these met parameters before, they need not be watched.
+
+        One whose results have the samples anywhere but on the first axis is watched on: that must not be guessed.
+        """
         key = module, module.training, len(args), *kwargs
         tensors = list(tensors_in((*args, *kwargs.values())))
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
         if self.abandoned or not sampled or self.ledger.sampler.exact or any(map(self.derived, tensors)):
             return run(*args, **kwargs)
-        if key in self.bare.quiet:
+        on_top = _get_current_function_mode() is self  # else a mode of the user's is, which is to see what it sees
+        if key in self.bare.quiet and on_top:
             self.ledger.current.watch = None
             try:
-                with torch._C.DisableTorchFunction():
+                with _pop_mode_temporarily():
                     result = run(*args, **kwargs)
             finally:
                 self.ledger.current.watch = self
             return self._note(result, sampled)
         before = self.events
         result = run(*args, **kwargs)
-        if self.events == before and torch.is_grad_enabled():
+        quiet = self.events == before and torch.is_grad_enabled() and not self.bare.holds(module)
+        if quiet and all(self.layouts.get(tensor) == 0 for tensor in tensors_in((result,))):
             self.bare.quiet.add(key)
         return result
 

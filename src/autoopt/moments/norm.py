@@ -164,7 +164,7 @@ class InstanceNorm(GroupNorm):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         y, (x, mean, rstd) = super().forward(x, weight, bias)
         if self.running_mean is not None and self.running_var is not None:
-            positions = x[0, 0].numel()
+            positions, mean, rstd = x[0, 0].numel(), mean.detach(), rstd.detach()
             variance = (rstd.square().reciprocal() - self.eps) * (positions / (positions - 1))
             self.running_mean.lerp_(mean.mean(0).to(self.running_mean.dtype), self.momentum)
             self.running_var.lerp_(variance.mean(0).to(self.running_var.dtype), self.momentum)
