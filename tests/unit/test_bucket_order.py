@@ -60,3 +60,15 @@ def test_rows_are_in_the_order_of_memory() -> None:
     (view,) = bucket.tensors(rows)
     assert view.stride() == weight.stride()
     assert torch.equal(view, weight)
+
+
+def test_a_model_that_is_turned_later_is_laid_out_anew() -> None:
+    """Else every step would have to copy."""
+    model = nn.Conv2d(3, 4, 2).double()
+    optimizer = AutoSGD(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, 4, 4, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        model.to(memory_format=torch.channels_last)
+    assert optimizer.state[model.weight]["estimate"].stride() == model.weight.stride()

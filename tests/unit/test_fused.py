@@ -467,6 +467,29 @@ class TestDecision:
             ends.append(held(model, optimizer))
         assert_close(*ends)
 
+    @pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+    def test_a_rank_without_samples(self, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has the gradients of the others, and no squares: there is nothing to read."""
+        monkeypatch.setattr(Source, "ranks", 2)
+        monkeypatch.setattr(Source, "over_ranks", lambda self, numbers: 2 * numbers)
+        ends = []
+        for kernels in (False, True):
+            with path(kernels, monkeypatch):
+                torch.manual_seed(3)
+                model = Small().to(DEVICE)
+                optimizer = make(model)
+                for number in range(3):
+                    eventful(model, optimizer, number)
+                source = optimizer._now.source
+                optimizer.zero_grad()
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                monkeypatch.setattr(source.current, "group", object())
+                source.current.blank = True
+                optimizer.step()
+            ends.append(held(model, optimizer))
+        assert_close(*ends)
+
     @pytest.mark.parametrize("options", [{}, {"granularity": "layer", "measure_every": 2, "weight_decay": 0.1}])
     @pytest.mark.parametrize("make", [AutoSGD, AutoAdam, AutoAdaGrad])
     def test_a_step_takes_few_operations(

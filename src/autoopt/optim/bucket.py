@@ -58,6 +58,7 @@ class Bucket:
         self.absent = [self.zero.expand(p.shape) for p in here]  # what stands for a tensor that is not there
         self.pads = [self._zeros(r * ROW - p.numel()) for p, r in zip(here, rows, strict=True)]  # of the last row
         starts = [*itertools.accumulate(rows, initial=0)]
+        self.layouts = [p.stride() for p in self.params]
         # Elements keep the order that they have in memory (channels last, say), so that nothing has to be turned.
         self.orders = [_order(p) if self.group is None else None for p in here]
         strides = [_strides(p.shape, order) for p, order in zip(here, self.orders, strict=True)]
@@ -134,7 +135,8 @@ class Bucket:
 
     def fits(self) -> bool:
         """Whether the parameters are still where they were when the bucket was made."""
-        return all(p.device == self.device and p.dtype == self.dtype for p in self.params)
+        same = all(p.device == self.device and p.dtype == self.dtype for p in self.params)
+        return same and [p.stride() for p in self.params] == self.layouts
 
     # Between tensors and rows.
 

@@ -125,7 +125,8 @@ def _row_sums(
         weighted = spread
     if MEASURES == 2:
         places = _places(square, tensor, within, valid, column, ALIGNED, WIDTH)
-        c = tl.load(places, mask=given, other=0.0)
+        some = tl.load(square + tensor, mask=valid, other=0) != 0  # a rank without samples has none
+        c = tl.load(places, mask=given & some[:, None], other=0.0)
         if CHANGED:
             factor = _factor(sizes, tensor, valid)
             c = c * (factor * factor)[:, None]
