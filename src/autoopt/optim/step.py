@@ -146,7 +146,7 @@ def _products(
     if source.ranks > 1:
         of_rows, of_samples = _over_ranks(source, bucket, of_rows, of_samples)
     gm, *sizes = of_rows
-    mm = sizes.pop(0) if rule.asks_mm else None
+    mm, sizes = (sizes[0], sizes[1:]) if rule.asks_mm else (None, sizes)
     raw_gg = reading.size if metric is None else sizes[0]
     gg = raw_gg if raw is gradient else sizes[-1]
     return _judged(bucket, live, gm, mm, gg, raw_gg, of_samples)
