@@ -163,12 +163,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--settings", type=int, default=256)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--precisions", nargs="+", default=["float64", "float32"], choices=["float64", "float32"])
+    parser.add_argument("--out", type=Path, help="what is there already of the other precision stays")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"device": "CPU, one thread", "torch": torch.__version__, "machine": platform.machine()}
-    for dtype in (torch.float64, torch.float32):
-        kind = str(dtype).removeprefix("torch.")
+    if options.out and options.out.exists():
+        found = json.loads(options.out.read_text()) | found
+    for kind in options.precisions:
+        dtype = getattr(torch, kind)
         found[kind] = sampled(options.settings, options.steps, neighbours=3, device="cpu", dtype=dtype)
         print(kind, json.dumps(found[kind]), flush=True)
         if options.out:
