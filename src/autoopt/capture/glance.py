@@ -93,9 +93,8 @@ def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) 
     if output.requires_grad:
         if output._is_view():  # one that is changed in place gets another node, and the hook would be lost
             output = owned(output)
-        kept = (
-            tuple(tensor.detach() for tensor in kept) if layer.weight.requires_grad else ()
-        )  # else they hold the node
+        # Detached: what leads back to the node must not be held by a hook of it.
+        kept = tuple(tensor.detach() for tensor in kept) if layer.weight.requires_grad else ()
         assert output.grad_fn is not None
         output.grad_fn.register_prehook(Glance(operation, site, kept, batch.shape[0], some))
     return output
