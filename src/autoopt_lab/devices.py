@@ -83,7 +83,7 @@ def chosen(on: str, address: str, choice: str) -> Iterator[Pool]:
 
 @contextmanager
 def processes(names: Sequence[str]) -> Iterator[Pool]:
-    """A pool with a process for every device named; a single one is this process itself, however often it is named."""
+    """A pool with a process for every device named; a single one, or a GPU however often, is this process itself."""
     global here
     title = ", ".join(names)
     if len(names) == 1:

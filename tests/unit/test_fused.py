@@ -451,9 +451,10 @@ class TestDecision:
             ends.append(held(model, optimizer))
         assert_close(*ends)
 
+    @pytest.mark.parametrize("blank", [False, True])
     @pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
-    def test_ranks_add_up_first(self, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As if a second rank had the same samples."""
+    def test_ranks_add_up_first(self, make: Any, blank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As if a second rank had the same samples. One without any has the gradients, and no squares to read."""
         monkeypatch.setattr(Source, "ranks", 2)
         monkeypatch.setattr(Source, "over_ranks", lambda self, numbers: 2 * numbers)
         ends = []
@@ -464,29 +465,13 @@ class TestDecision:
                 optimizer = make(model, granularity="layer")
                 for number in range(8):
                     eventful(model, optimizer, number)
-            ends.append(held(model, optimizer))
-        assert_close(*ends)
-
-    @pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
-    def test_a_rank_without_samples(self, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It has the gradients of the others, and no squares: there is nothing to read."""
-        monkeypatch.setattr(Source, "ranks", 2)
-        monkeypatch.setattr(Source, "over_ranks", lambda self, numbers: 2 * numbers)
-        ends = []
-        for kernels in (False, True):
-            with path(kernels, monkeypatch):
-                torch.manual_seed(3)
-                model = Small().to(DEVICE)
-                optimizer = make(model)
-                for number in range(3):
-                    eventful(model, optimizer, number)
-                source = optimizer._now.source
-                optimizer.zero_grad()
-                for parameter in model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-                monkeypatch.setattr(source.current, "group", object())
-                source.current.blank = True
-                optimizer.step()
+                if blank:
+                    optimizer.zero_grad()
+                    for parameter in model.parameters():
+                        parameter.grad = torch.ones_like(parameter)
+                    monkeypatch.setattr(optimizer._now.source.current, "group", object())
+                    optimizer._now.source.current.blank = True
+                    optimizer.step()
             ends.append(held(model, optimizer))
         assert_close(*ends)
 

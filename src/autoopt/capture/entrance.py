@@ -169,8 +169,10 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
         failed = True
         try:
             watch = entrances[0].current.watch if len(entrances) == 1 else None
-            run = functools.partial(plain.forward, self)
-            output = run(*args, **kwargs) if watch is None else watch.part(self, run, args, kwargs)
+            if watch is None:
+                output = plain.forward(self, *args, **kwargs)
+            else:
+                output = watch.part(self, functools.partial(plain.forward, self), args, kwargs)
             failed = False
         finally:
             for entrance in opened:

@@ -74,7 +74,7 @@ def _run(layer: Any, x: Tensor) -> Tensor:
     if some is not None:
         return glance.run(site, operation, x, batch, some)
     derived = {"weight": weight, "bias": bias} if site.origins else None
-    if operation.lowers and x.dtype != torch.float64:
+    if operation.lowers:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
         batch, weight, bias = lowered(batch), lowered(weight), None if bias is None else lowered(bias)
     leaves = site.leaves(batch.device)

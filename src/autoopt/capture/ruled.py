@@ -75,7 +75,7 @@ class Ruled(torch.autograd.Function):
 def run(known: Known, ledger: Ledger, sole: Sole) -> Tensor:
     """The result of the call."""
     operation, x, weight, bias = known
-    if operation.lowers and x.dtype != torch.float64:
+    if operation.lowers:
         x, weight, bias = lowered(x), lowered(weight), None if bias is None else lowered(bias)
     output: Tensor = Ruled.apply(operation, ledger, known, sole, x, weight, bias)  # type: ignore[no-untyped-call]
     return output

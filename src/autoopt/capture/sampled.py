@@ -7,6 +7,7 @@ good as any, so that N/m times the sum over the m is an unbiased estimate of the
 nothing but sizes, so that a run that is resumed, or skips a step, looks at the samples it would have looked at.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -116,23 +117,23 @@ class Few:
         self._small, self._large = {}, {}
 
     def _small_norms(self) -> dict[str, Tensor]:
-        kinds: dict[Any, list[str]] = {}
-        for name, c in self._small.items():
-            kinds.setdefault((c.device, c.dtype), []).append(name)
         found: dict[str, Tensor] = {}
-        for (_, dtype), names in kinds.items():
-            wider = torch.float64 if dtype == torch.float64 else torch.float32
-            norms = torch._foreach_norm([self._small[name] for name in names], 2, dtype=wider)
-            found |= dict(zip(names, norms, strict=True))
+        for small in self._kinds():
+            c = list(small.values())
+            found |= dict(zip(small, torch._foreach_norm(c, 2, dtype=precision(c[0])), strict=True))
         return found
 
     def _small_squares(self) -> dict[str, Tensor]:
-        kinds: dict[Any, list[str]] = {}
-        for name, c in self._small.items():
-            kinds.setdefault((c.device, precision(c)), []).append(name)
         found: dict[str, Tensor] = {}
-        for names in kinds.values():
-            flat = [self._small[name].flatten(1) for name in names]
+        for small in self._kinds():
+            flat = [c.flatten(1) for c in small.values()]
             parts = squared(torch.cat(flat, 1), False).split([c.shape[1] for c in flat])
-            found |= {name: part.view(self._small[name].shape[1:]) for name, part in zip(names, parts, strict=True)}
+            found |= {name: part.view(c.shape[1:]) for (name, c), part in zip(small.items(), parts, strict=True)}
         return found
+
+    def _kinds(self) -> Iterable[dict[str, Tensor]]:
+        """The small ones that one operation can take."""
+        kinds: dict[Any, dict[str, Tensor]] = {}
+        for name, c in self._small.items():
+            kinds.setdefault((c.device, c.dtype), {})[name] = c
+        return kinds.values()
