@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from engine_cases import BATCHES, NETS, OPTIONS, fused, random_data
 
+from autoopt_lab.devices import processes
 from autoopt_lab.engine import RULES, Plan, Run, train
 from autoopt_lab.engine import random as draws
 from autoopt_lab.engine.evaluate import evaluate
@@ -85,6 +86,22 @@ def alone(name: str, rule: str, compile_update: bool = False, steps: int = 40) -
         trained(name, data, rule, 32, rows, steps, compile_update).weights for rows in ([Run(1, options)], company)
     )
     return same_bits(one[0], many[2])
+
+
+def at_once(epochs: int = 2) -> dict[str, bool]:
+    """Whether chunks that train at once, on threads of one process, have the bits of chunks one after the other."""
+    data = {name: random_data(net, 4096, "cuda") for name, net in NETS.items()}
+    jobs = [(name, rule) for name in NETS for rule in ("sgd", "adam", "auto-adam")]
+
+    def weights(name: str, rule: str) -> torch.Tensor:
+        runs = [Run(seed, OPTIONS.get(rule, {})) for seed in range(10)]
+        results = train(NETS[name], data[name], Plan(rule, 32, epochs), runs, device="cuda")
+        return torch.stack([result.weights for result in results])
+
+    apart = [weights(*job) for job in jobs]
+    with processes(["cuda:0"] * len(jobs)) as pool:
+        together = [future.result() for future in [pool.submit(weights, *job) for job in jobs]]
+    return {" ".join(job): same_bits(a, b) for job, a, b in zip(jobs, apart, together, strict=True)}
 
 
 def setting(rule: str, generator: random.Random) -> Run:

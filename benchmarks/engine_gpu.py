@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from engine_bounds import multiply_adds, shares
 from engine_cases import BATCHES, NETS, TASKS, attempt, fused, log, make, milliseconds, random_data, runs_for
-from engine_checks import PRECISIONS, against_float64, alone, effect_of_precision, sampled
+from engine_checks import PRECISIONS, against_float64, alone, at_once, effect_of_precision, sampled
 from engine_tune import ALTERNATIVES, CASES, kernel_times, set_launches, tune
 from engine_tune import table as kernel_table
 
@@ -30,7 +30,7 @@ from autoopt_lab.engine.train import Backend, Chunk
 from autoopt_lab.tasks import Data
 
 Job = tuple[str, int, str, bool, int | None]  # net, batch, precision, second moments, which launch of engine_tune
-TIMED_RULES = ("sgd", "adam", "paper-sgd", "paper-adam")
+TIMED_RULES = ("sgd", "adam", "auto-sgd", "auto-adam")
 ENOUGH = 205  # seconds after which nothing optional is begun
 
 
@@ -97,7 +97,7 @@ class Session:
         self.results: dict[str, Any] = {
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
-            **{part: {} for part in ("check", "alone", "sampled", "kernels", "tuning")},
+            **{part: {} for part in ("check", "alone", "at_once", "sampled", "kernels", "tuning")},
             **{part: [] for part in ("speed", "epoch", "precision")},
         }
         self.data: dict[str, Data] = {}
@@ -125,10 +125,12 @@ class Session:
                     with attempt(f"check {name} {rule} {precision}"):
                         key = f"{name} {rule} {precision}"
                         self.results["check"][key] = against_float64(name, precision, rule)
-            for rule in ("sgd", "adam", "paper-sgd"):
+            for rule in ("sgd", "adam", "paper-sgd", "auto-sgd"):
                 with attempt(f"alone {name} {rule}"):
                     self.results["alone"][f"{name} {rule}"] = alone(name, rule)
         self.stamp("checked against float64")
+        with attempt("chunks at once"):
+            self.results["at_once"] = at_once()
         with attempt("sampled settings"):
             self.results["sampled"] = sampled()
             log(json.dumps(self.results["sampled"]))
@@ -143,7 +145,7 @@ class Session:
         for name, net in NETS.items():
             for precision in ("tf32", "ieee"):
                 self.measure(f"triton {precision}", name, "sgd", 128, fused(net, precision))
-            for batch in BATCHES if not self.quick else (8, 128):
+            for batch in BATCHES:
                 for rule in TIMED_RULES:
                     self.measure("triton tf32x3", name, rule, batch, fused(net))
             for runs in (32, 64, 256):
@@ -167,13 +169,13 @@ class Session:
         for name in NETS:
             with attempt(f"epoch {name}"):
                 self.results["epoch"].append(one_epoch(name, self.data[name]))
-            for rule in ("sgd", "adam", "paper-sgd"):
+            for rule in ("sgd", "adam", "auto-sgd"):
                 with attempt(f"effect of precision {name} {rule}"):
                     self.results["precision"].append(effect_of_precision(name, self.data[name], rule))
 
     def compile_update(self) -> None:
         """torch.compile takes some seconds for each rule, and again for a run alone."""
-        for rule in ("adam", "paper-adam"):
+        for rule in ("adam", "auto-adam"):
             if self.seconds < ENOUGH:
                 with attempt(f"compiled update alone {rule}"):
                     self.results["alone"][f"cifar10 {rule} compiled"] = alone("cifar10", rule, compile_update=True)
@@ -184,7 +186,8 @@ class Session:
                     self.measure("triton tf32x3 compiled", "cifar10", rule, batch, backend, compile_update=True)
 
     def broken(self) -> list[str]:
-        promises = [f"alone: {key}" for key, kept in self.results["alone"].items() if not kept]
+        checks = ("alone", "at_once")
+        promises = [f"{part}: {key}" for part in checks for key, kept in self.results[part].items() if not kept]
         return promises + ([] if self.results["sampled"].get("passed") else ["256 sampled settings"])
 
 
@@ -240,6 +243,7 @@ def tables(results: dict[str, Any]) -> None:
     for key, value in results["check"].items():
         log(f"  {key:32} {value:.1e}")
     log("the same bits alone and in company:", results["alone"])
+    log("the same bits with other chunks at once:", results["at_once"])
     log("sampled settings, alone against in company:", results["sampled"])
     kernel_table(results)
     log("\nepochs", json.dumps(results["epoch"]))
