@@ -35,7 +35,7 @@ every_optimizer = pytest.mark.parametrize("make", [SUBJECTS[name] for name in IN
 
 @contextlib.contextmanager
 def glances() -> Iterator[None]:
-    """Have layers that form contributions look at two samples, as large ones do: the nets here are small."""
+    """Have layers that form contributions look at one sample, as large ones do: the nets here are small."""
     before, sampled.ROOM = sampled.ROOM, 0
     try:
         yield

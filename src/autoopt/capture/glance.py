@@ -6,11 +6,13 @@ arrives at their node. That costs a fraction of `Observe`, which remains for all
 hooks on saved tensors (checkpoints, offloading) want nothing to be kept.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoopt.capture.aside import recording
 from autoopt.capture.current import lowered
 from autoopt.capture.sampled import Some
 from autoopt.capture.site import Site
@@ -49,6 +51,8 @@ class Glance:
         kept, self.kept = self.kept, ()
         if site.repeated:
             self._book(roles, dy, kept)
+        elif recording(dy):
+            site.ledger.aside.do(functools.partial(self._look, roles, dy, kept, graph), dy, *kept)
         else:
             self._look(roles, dy, kept, graph)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture.aside import Aside
 from autoopt.capture.audit import Audit
 from autoopt.capture.current import Pass, executes
 from autoopt.capture.sampled import Few, Sampler, squared
@@ -36,7 +37,7 @@ class Ledger:
         self.gathered: dict[str, nn.Parameter] = {}  # what stands for a sharded parameter while its module runs
         self.squares: dict[str, Tensor] = {}  # Σ_i c_i² since the last clear, elementwise or in total
         self.samples: dict[str, Tensor | int] = {}  # N behind it, on the device where compiled passes were counted
-        self.audit = Audit()
+        self.audit, self.aside = Audit(), Aside()
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
@@ -122,6 +123,7 @@ class Ledger:
 
     def settle(self) -> None:
         """The backward pass ended: sum the uses of each parameter, square, add to what earlier passes left."""
+        self.aside.join()
         if self._graph != self.current.graph:  # nothing was entered in this pass, and one before it failed
             self._drop()
         uses, self._uses = self._uses, {}
@@ -149,6 +151,7 @@ class Ledger:
     def _drop(self) -> None:
         """Forget the uses of a pass that did not come to its end."""
         self._uses = {}
+        self.aside.drop()
         self._few.clear()
         self.audit.drop()
 

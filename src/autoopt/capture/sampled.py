@@ -2,8 +2,8 @@
 
 Some layers give Σ_i c_i² of the whole batch for little. Convolutions, linear layers over positions and normalisations
 have to form the contribution of each sample, only to square it. So, unless all are asked for, they look at a few
-samples, but where all of them are a small matter. These are evenly spaced: in a batch of random order they are as
-good as any, so that N/m times the sum over the m is an unbiased estimate of the sum over all. The choice depends on
+samples (one), but where all of them are a small matter. These are evenly spaced: in a batch of random order they are
+as good as any, so that N/m times the sum over the m is an unbiased estimate of the sum over all. The choice depends on
 nothing but sizes, so that a run that is resumed, or skips a step, looks at the samples it would have looked at.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from autoopt.moments import Moments, Operation, precision, wide
 
 ROOM = 1 << 16  # elements of all samples together that are a small matter
-FEW = 2  # samples; the rule averages over a hundred steps
+FEW = 1  # samples; the rule averages over a hundred steps
 SMALL = 1 << 16  # elements of contributions that wait for those of other parameters
 
 
@@ -79,7 +79,9 @@ def bias_moments(operation: Operation, dy: Tensor, some: Some | None, total: boo
 def squared(contributions: Tensor, total: bool) -> Tensor:
     """Σ_i c_i², elementwise or in total."""
     c = wide(contributions)
-    return c.flatten().dot(c.flatten()) if total else c.square().sum(0)
+    if total:
+        return c.flatten().dot(c.flatten())
+    return c[0].square() if len(c) == 1 else c.square().sum(0)
 
 
 class Few:
