@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from autoopt_lab import devices
+from autoopt_lab.tasks.mnist import NET
 
 
 def test_chunks_run_at_once_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +30,17 @@ def test_chunks_run_at_once_in_this_process(monkeypatch: pytest.MonkeyPatch) -> 
     assert results == [(os.getpid(), "cuda:0", False)] * 2
     assert len(set(map(id, streams.values()))) == 2
     assert devices.here.stopping(), "a chunk that is under way must see that it is to stop"
+
+
+def test_the_start_of_a_run_does_not_depend_on_other_threads() -> None:
+    """They share torch's generator; five of six threads had wrong starts without the lock."""
+    wanted = torch.stack([NET.initial(seed) for seed in range(10)])
+    together = threading.Barrier(6, timeout=30)
+
+    def starts(_: int) -> torch.Tensor:
+        together.wait()
+        return torch.stack([NET.initial(seed) for seed in range(10)])
+
+    with ThreadPoolExecutor(6) as pool:
+        for found in pool.map(starts, range(6)):
+            assert torch.equal(found, wanted)

@@ -29,6 +29,9 @@ LARGEST = tl.constexpr(relative.LARGEST)
 EARLY = tl.constexpr(relative.EARLY)
 SIGNAL = tl.constexpr(relative.SIGNAL)
 DECAY = tl.constexpr(relative.DECAY)
+ENOUGH = tl.constexpr(relative.ENOUGH)
+ROOT_ENOUGH = tl.constexpr(relative.ENOUGH**0.5)
+LEAST = tl.constexpr(relative.LEAST)
 WARM_UP = tl.constexpr(relative.WARM_UP)
 FLOOR = tl.constexpr(relative.FLOOR)
 GROWTH = tl.constexpr(relative.GROWTH)
@@ -238,9 +241,10 @@ def _travels(alignment, noise, usual, age):
 @triton.jit
 def _relative_step(count, age, share):
     """As `relative.relative_step`."""
-    largest = _smaller(1 / tl.sqrt(age) * DECAY, tl.sqrt(_larger(share, 0.0)) * SIGNAL)
-    largest = _smaller(_larger(largest, LARGEST), EARLY)
-    return _smaller(1 / tl.sqrt(count) * DECAY, largest) * _smaller(age / WARM_UP, 1.0)
+    root = tl.sqrt(_larger(share, 0.0))
+    largest = _smaller(_larger(_smaller(1 / tl.sqrt(age) * DECAY, root * SIGNAL), LARGEST), EARLY)
+    decay = _smaller(_larger(root / ROOT_ENOUGH, LEAST), 1.0) * DECAY
+    return _smaller(1 / tl.sqrt(count) * decay, largest) * _smaller(age / WARM_UP, 1.0)
 
 
 @triton.jit
@@ -321,7 +325,7 @@ def decide(
     size = tl.where(live, _drawn(size, direction / (correction * correction), SMOOTHING), size)
 
     # the length of the step
-    share = tl.where(seen > 0, 1 - _corrected(variance, seen) / _corrected(gradient, age), 0.0)
+    share = tl.where(seen > 0, 1 - _corrected(variance, seen) / _corrected(gradient, age), ENOUGH)
     ratio = _relative_step(count, age, share)
     rate = tl.where(live, _rate(ratio, weights, start, of_all, _corrected(size, age)), rate)
     newest = tl.full((BLOCK,), WINDOW + 1, tl.float64) / (_larger(count, 1.0) + WINDOW)

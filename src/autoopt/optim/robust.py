@@ -54,7 +54,7 @@ class Robust:
 
         averages = torch.stack([known["variance"], known["gradient"], known["size"]])
         spread, whole, average = _corrected(averages, torch.stack([seen, age, age]))
-        share = torch.where(seen > 0, 1 - spread / whole, 0.0)  # no spread seen: all may be noise
+        share = torch.where(seen > 0, 1 - spread / whole, relative.ENOUGH)
         ratio = relative.relative_step(known["count"], age, share)
         smallest = torch.finfo(bucket.compute).tiny
         rate = relative.rate(ratio, square, start, bucket.elements, average, smallest)

@@ -11,8 +11,10 @@ MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise: the last hundred steps
 LARGEST = 0.006  # relative step that no tensor exceeds, but at the start
 EARLY = 0.009  # that it does not exceed at the start, where
-SIGNAL = 0.02  # it is at most this times the root of the share of signal in the gradient
-DECAY = 0.2  # the relative step after n steps is at most DECAY/√n
+SIGNAL = 0.016  # it is at most this times the root of the share of signal in the gradient
+DECAY = 0.2  # the relative step after n steps is at most DECAY/√n, and less where
+ENOUGH = 0.03  # the share of signal is below this: in proportion to its root,
+LEAST = 0.5  # down to this part
 WARM_UP = 100  # steps over which the relative step rises to its size
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least: biases start at zero
 GROWTH = 2  # and at most so many times what it had at the start: noise makes weights grow, and must not feed on that
@@ -28,10 +30,12 @@ def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
     Args:
         count: n, steps since the data last changed.
         age: t, steps altogether.
-        share: of signal in the gradient, 1 - V̂/<g, g>.
+        share: of signal in the gradient, 1 - V̂/<g, g>; ENOUGH where nothing is known of it.
     """
-    largest = torch.minimum(DECAY * age.rsqrt(), SIGNAL * share.clamp_min(0).sqrt()).clamp(LARGEST, EARLY)
-    return torch.minimum(DECAY * count.rsqrt(), largest) * (age / WARM_UP).clamp_max(1)  # count < 1: the largest too
+    root = share.clamp_min(0).sqrt()
+    largest = torch.minimum(DECAY * age.rsqrt(), SIGNAL * root).clamp(LARGEST, EARLY)
+    decay = DECAY * (root / ENOUGH**0.5).clamp(LEAST, 1)
+    return torch.minimum(decay * count.rsqrt(), largest) * (age / WARM_UP).clamp_max(1)  # count < 1: the largest too
 
 
 def rate(ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: Tensor, smallest: float) -> Tensor:

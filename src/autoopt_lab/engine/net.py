@@ -11,6 +11,7 @@ The flat buffer therefore holds each weight as (outputs, kernel row, kernel colu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,8 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+
+_SEEDING = threading.Lock()  # torch's generator is one for all threads, and several of them may make chunks at once
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Net:
 
     def initial(self, seed: int) -> Tensor:
         """The flat parameters a PyTorch user gets who builds the module after `torch.manual_seed(seed)`."""
-        with torch.random.fork_rng(devices=[]):
+        with _SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.pack(self.module().state_dict())
 

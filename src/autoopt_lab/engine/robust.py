@@ -19,8 +19,10 @@ MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise
 LARGEST = 0.006  # relative step ρ, but at the start
 EARLY = 0.009  # there, and
-SIGNAL = 0.02  # times the root of the share of signal
-DECAY = 0.2  # ρ after n steps is at most DECAY/√n
+SIGNAL = 0.016  # times the root of the share of signal
+DECAY = 0.2  # ρ after n steps is at most DECAY/√n, and less where
+ENOUGH = 0.03  # the share of signal is below this: in proportion to its root,
+LEAST = 0.5  # down to this part
 WARM_UP = 100  # steps
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
 GROWTH = 2  # and at most so many times that of its start
@@ -70,7 +72,7 @@ class Robust(Automatic):
         size = _smooth(state["size"], total(direction * direction))
         noise = _smooth(state["noise"], self._noise(statistics))
         whole = _smooth(state["gradient"], statistics.gg)
-        ratio = self._ratio(count, age, 1 - noise / whole)
+        ratio = self._ratio(count, age, 1 - noise / whole if self.batch > 1 else torch.full_like(noise, ENOUGH))
         rate = ratio * self._bounded(total(weights * weights), state["start"]) / (size / (1 - smoothing_power)).sqrt()
         moved = weights - self.option["lr"] * spread(rate) * direction
         newest = (WINDOW + 1) / (count.clamp_min(1) + WINDOW)
@@ -125,8 +127,10 @@ class Robust(Automatic):
 
     def _ratio(self, count: Tensor, age: Tensor, share: Tensor) -> Tensor:
         """ρ."""
-        largest = torch.minimum(DECAY / age.sqrt(), SIGNAL * share.clamp_min(0).sqrt()).clamp(LARGEST, EARLY)
-        return torch.minimum(DECAY / count.clamp_min(1).sqrt(), largest) * (age / WARM_UP).clamp_max(1)
+        root = share.clamp_min(0).sqrt()
+        largest = torch.minimum(DECAY / age.sqrt(), SIGNAL * root).clamp(LARGEST, EARLY)
+        decay = DECAY * (root / ENOUGH**0.5).clamp_max(1).clamp_min(LEAST)
+        return torch.minimum(decay / count.clamp_min(1).sqrt(), largest) * (age / WARM_UP).clamp_max(1)
 
     def _bounded(self, weights: Tensor, start: Tensor) -> Tensor:
         """|w|, between its bounds; both arguments are squares."""
