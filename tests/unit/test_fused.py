@@ -198,7 +198,7 @@ class TestKernels:
     def test_rows_in_place_of_addresses_give_the_same(
         self, make: Any, known: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As while a CUDA graph is recorded, before which an ordinary step may have been taken or not."""
+        """As while CUDA graphs are recorded, before which an ordinary step may have left memory for a table or not."""
         ends = []
         for rows in (False, True):
             with path(True, monkeypatch):

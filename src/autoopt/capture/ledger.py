@@ -89,7 +89,7 @@ class Ledger:
         self._alone(name, graph)
         if self.fresh(name):
             self.drop(name)
-        self._few.add(name, c, share)
+        self._few.add(name, c, share, self.parameters[name])
         self._rows = samples
 
     def add_derived(

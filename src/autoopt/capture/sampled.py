@@ -96,13 +96,17 @@ class Few:
         self._small: dict[str, Tensor] = {}  # c_i
         self._large: dict[str, Tensor] = {}  # Σ c_i², or of its total the root, which takes one operation
 
-    def add(self, name: str, c: Tensor, share: float) -> None:
+    def add(self, name: str, c: Tensor, share: float, parameter: Tensor) -> None:
         """Enter what each sample adds to a parameter, (samples, *shape); it stands for `share` of them."""
         self.share = share
         if c.numel() <= SMALL:
             self._small[name] = c
-        else:
-            self._large[name] = torch.linalg.vector_norm(c, dtype=precision(c)) if self.total else squared(c, False)
+        elif self.total:
+            self._large[name] = torch.linalg.vector_norm(c, dtype=precision(c))
+        else:  # in the order of memory that the step will want
+            square = squared(c, False)
+            same = square.stride() == parameter.stride()
+            self._large[name] = square if same else torch.empty_like(parameter, dtype=square.dtype).copy_(square)
 
     def squares(self) -> dict[str, Tensor]:
         """The estimate of Σ c_i² over all samples, for each of the parameters; these are forgotten."""

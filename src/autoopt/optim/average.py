@@ -47,7 +47,7 @@ class RunningStatistics:
         """Take what the layers have seen by now into the average."""
         own, kept = map(list, zip(*self.pairs(), strict=True))
         change = torch._foreach_sub(own, kept)
-        torch._foreach_mul_(change, newest.to(change[0].device))
+        torch._foreach_mul_(change, newest.to(change[0]))  # of another precision it would take a kernel for each
         torch._foreach_add_(kept, change)
 
 

@@ -85,6 +85,9 @@ class Bucket:
         self.statistics = {name: self._start(value, len(units)) for name, value in statistics.items()}
         # addresses that the device knows, where it does, and whether all are those of 16 bytes each; see `fused`
         self.tables: dict[str, tuple[list[int], Tensor, bool]] = {}
+        # for the tables of CUDA graphs to come, memory of the host and of the device; and those that graphs have
+        self.spares: dict[str, tuple[Tensor, Tensor]] = {}
+        self.recorded: list[tuple[Tensor, Tensor]] = []
         self._present: dict[tuple[bool, ...], Tensor] = {}
         self._restore([state[i] for i in order])
 

@@ -213,8 +213,10 @@ class Sweep:
 class Operand:
     """Tensors like the parameters, for a kernel to find by a table of their addresses, kept while these stay the same.
 
-    A CUDA graph must not depend on what the host will hold. While one is recorded, tensors whose addresses the device
-    does not know are put together as rows, whose addresses follow from that of the first.
+    A CUDA graph finds its tensors at the same addresses whenever it runs, but copies the table from the host every
+    time: it gets one of its own, of which both ends were there before, as nothing can be allocated for the host while
+    a graph is recorded. Without such a spare one (it is the second graph since a step) the tensors are put together
+    as rows, whose addresses follow from that of the first.
 
     Args:
         bucket: the parameters.
@@ -227,14 +229,23 @@ class Operand:
         self.flat = [_in_place(*each) for each in zip(tensors, bucket.places, strict=True)]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.flat]
         known, self.table, self.aligned = bucket.tables.get(name, ([], bucket.first_rows, True))
-        same = known == addresses
-        if recording(bucket.device) and not (same and self._lasts(bucket)):
-            rows = bucket.rows(tensors)
-            self.flat, self.aligned = list(bucket.tensors(rows)), True
-            self.table = bucket.first_rows * (ROW * rows.element_size()) + rows.data_ptr()
-        elif not same:
-            self.table, self.aligned = _uploaded(addresses, bucket.device), not any(a % 16 for a in addresses)
-            bucket.tables[name] = addresses, self.table, self.aligned
+        same, aligned = known == addresses, not any(address % 16 for address in addresses)
+        if not recording(bucket.device):
+            if not same:
+                self.table, self.aligned = _uploaded(addresses, bucket.device), aligned
+                bucket.tables[name] = addresses, self.table, aligned
+            if name not in bucket.spares:
+                bucket.spares[name] = _pinned(addresses, bucket.device), torch.empty_like(self.table)
+        elif not (same and self._lasts(bucket)):
+            if name in bucket.spares:
+                host, self.table = spare = bucket.spares.pop(name)
+                bucket.recorded.append(spare)
+                self.table.copy_(host.copy_(torch.tensor(addresses)), non_blocking=True)
+                self.aligned = aligned
+            else:
+                rows = bucket.rows(tensors)
+                self.flat, self.aligned = list(bucket.tensors(rows)), True
+                self.table = bucket.first_rows * (ROW * rows.element_size()) + rows.data_ptr()
 
     def _lasts(self, bucket: Bucket) -> bool:
         """Whether the tensors outlive the step: a gradient does not, nor does a copy."""
@@ -268,7 +279,12 @@ def _in_place(tensor: Tensor | None, place: tuple[Any, list[int], int]) -> Tenso
 
 def _uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
     """A table on the device, without waiting for it."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return _pinned(numbers, device).to(device, non_blocking=True)
+
+
+def _pinned(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """A table on the host, from where a GPU can take it by itself."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _metric(form: Form) -> int:
