@@ -107,3 +107,20 @@ def test_gauss_newton_divides_by_the_curvature_of_a_log_likelihood() -> None:
     curvature: Tensor = optimizer.state[layer.weight]["curvature"]
     # an average of about 200 batches of 256 draws: a spread of 2 % would be three standard deviations
     torch.testing.assert_close(curvature.flatten(), sizes.square(), rtol=0.03, atol=0.0)
+
+
+def test_gauss_newton_starts_with_a_plain_mean() -> None:
+    """An average that starts at zero made the first steps, by which the later ones are measured, far too long."""
+    torch.manual_seed(6)
+    layer = nn.Linear(3, 1, bias=False).double()
+    optimizer = AutoGaussNewton(layer)
+    seen = []
+    for _ in range(5):
+        x = torch.randn(4, 3, dtype=torch.float64)
+        optimizer.zero_grad()
+        each = torch.stack([torch.autograd.grad(layer(row).sum().square(), layer.weight)[0] for row in x])
+        seen.append(each.square().mean(0))
+        layer(x).square().mean().backward()
+        optimizer.step()
+        wanted = torch.stack(seen).mean(0)
+        torch.testing.assert_close(optimizer.state[layer.weight]["curvature"], wanted, rtol=1e-12, atol=0.0)

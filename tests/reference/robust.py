@@ -15,6 +15,7 @@ class NaiveRobust:
         self.every, self.taken = measure_every, 0
         self.tensors = {name: _Tensor(weight, metric) for name, weight in weights.items()}
         self.count = 0.0  # n
+        self.counts: list[float] = []  # after each step
 
     def step(self, contributions: dict[str, Tensor]) -> None:
         self.count += 1
@@ -28,6 +29,7 @@ class NaiveRobust:
                 break
         for tensor, _ in tensors:
             tensor.move(self.count)
+        self.counts.append(self.count)
         self.taken += 1
 
 
@@ -69,9 +71,10 @@ class _Tensor:
     def move(self, count: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h
         self.sizes.append((d * d).sum().item())
-        share = 1 - recent(self.variances) / recent(self.gradients) if self.variances else 0.0
-        largest = max(0.006, min(0.009, 0.2 / self.t**0.5, 0.02 * max(share, 0) ** 0.5))
-        ratio = min(largest, 0.2 / max(count, 1) ** 0.5) * min(1, self.t / 100)
+        share = 1 - recent(self.variances) / recent(self.gradients) if self.variances else 0.03
+        largest = max(0.006, min(0.009, 0.2 / self.t**0.5, 0.016 * max(share, 0) ** 0.5))
+        self.decay = 0.2 * max(0.5, min(1, (max(share, 0) / 0.03) ** 0.5))
+        ratio = min(largest, self.decay / max(count, 1) ** 0.5) * min(1, self.t / 100)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
         self.rate = ratio * length / recent(self.sizes) ** 0.5

@@ -10,7 +10,6 @@ from autoopt.optim.base import AutoOptimizer
 from autoopt.optim.bucket import masked
 from autoopt.optim.options import Shared, number
 from autoopt.optim.reading import Reading
-from autoopt.optim.rmsprop import averaged
 
 
 class AutoGaussNewton(AutoOptimizer):
@@ -22,7 +21,7 @@ class AutoGaussNewton(AutoOptimizer):
 
     Args:
         model: the model to train; see `AutoOptimizer` for this and the shared options.
-        decay: of the average over the steps.
+        decay: of the average over the steps, which is a plain mean at first.
         damping: added to Ĥ, as a share of its mean over the tensor: curvature below it is not trusted.
         shared: the options that all automatic optimizers have.
     """
@@ -54,7 +53,10 @@ class AutoGaussNewton(AutoOptimizer):
         if reading.moments is not None:
             square, samples = reading.moments.of_all(source, bucket)
             square = masked(square * bucket.spread(samples), rows)  # what is not finite must not pass
-            averaged(bucket, "curvature", group["decay"], square, rows)
+            # a plain mean at first: an average that starts at zero would make the first steps, which the rule measures
+            # the later ones by, a hundred times too long
+            newest = (1 / bucket.steps.clamp_min(1)).clamp_min(1 - group["decay"])
+            curvature.lerp_(square, bucket.column(newest) * rows)
         mean = bucket.spread(bucket.sum(curvature) / bucket.elements)
         # a unit that has not moved yet has no curvature, and none of what it gets is used
         metric: Tensor = curvature + group["damping"] * mean + (mean == 0).to(mean)
