@@ -92,7 +92,7 @@ def no_synchronisation() -> None:
 
 
 def graph_agrees() -> float:
-    """How far a run of which each step is a CUDA graph, with its glances beside the backward pass, is from an eager one.
+    """How far a run is from an eager one if each step is a CUDA graph, with its glances beside the backward pass.
 
     In the largest difference of a weight, relative to the largest change of one.
     """

@@ -1,4 +1,4 @@
-"""Research: every automatic optimizer against torch's own with the best of eleven rates, also with a net four times wider.
+"""Research: every automatic optimizer against torch's own with the best of eleven rates, and in a net four times wider.
 
     python benchmarks/research/against_grid.py --out FILE [--seeds 5]       # CPU, one core
 

@@ -1,0 +1,141 @@
+"""Glances beside the backward pass, as while a CUDA graph is recorded. There is no GPU here: streams are stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoopt.capture import Capture, aside, glance, sampled
+
+LAYERS = 11
+
+
+class Stream:
+    """Notes what is done on it, and what it waits for, in the order of the host."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.device, self.waited = name, torch.device("cpu"), 0
+        self.branches = 0  # recorded on it
+        self.log: list[tuple[str, int]] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(("after", len(other.log)))
+
+    def record_event(self) -> tuple[Stream, int]:
+        self.branches += 1
+        return self, self.branches
+
+    def wait_event(self, event: tuple[Stream, int]) -> None:
+        stream, branch = event
+        stream.waited = max(stream.waited, branch)
+
+
+class Streams:
+    """In the place of torch.cuda's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.main = self.current = Stream("main")
+        self.sides: list[Stream] = []
+        for name in ("current_stream", "Stream", "stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.current
+
+    def Stream(self, device: Any) -> Stream:  # noqa: N802
+        self.sides.append(Stream(f"side {len(self.sides)}"))
+        return self.sides[-1]
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def joined(self) -> bool:
+        return bool(self.sides) and all(side.waited == side.branches for side in self.sides)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Conv1d(3, 3, 3, padding=1) for _ in range(LAYERS)]).double()
+
+
+def watched(net: nn.Module, monkeypatch: pytest.MonkeyPatch, elementwise: bool = True) -> Capture:
+    monkeypatch.setattr(sampled, "ROOM", 0)
+    capture = Capture(net, dict(net.named_parameters()), elementwise=elementwise)
+    capture.exact = False
+    return capture
+
+
+def squares(capture: Capture, net: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
+    net.zero_grad()
+    capture.clear()
+    for x in batches:
+        net(x).square().sum().backward()
+    found = {name: capture.second_moment(name) for name in capture.parameters}
+    return {name: square.clone() for name, square in found.items() if square is not None}
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_statistics_are_those_of_the_eager_pass(
+    passes: int, elementwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, batches = model(), torch.randn(passes, 4, 3, 6, dtype=torch.float64).unbind()
+    capture = watched(net, monkeypatch, elementwise)
+    wanted = squares(capture, net, *batches)
+    assert len(wanted) == 2 * LAYERS
+    streams = Streams(monkeypatch)
+    monkeypatch.setattr(glance, "recording", lambda tensor: True)
+    found = squares(capture, net, *batches)
+    assert found.keys() == wanted.keys()
+    for name, square in wanted.items():
+        assert torch.equal(found[name], square), name
+    assert streams.joined()
+    assert sum(side.branches for side in streams.sides) == passes * -(-LAYERS // aside.PIECES)
+    assert all(len(side.log) == side.branches for side in streams.sides), "each branch begins after the pass so far"
+
+
+def test_what_is_read_is_held_until_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer: memory must not grow with the depth."""
+    streams, beside, done, most = Streams(monkeypatch), aside.Aside(), [], 0
+    for number in range(20):
+        beside.do(lambda number=number: done.append(number), torch.zeros(1))
+        held = {piece[0] for event, pieces in beside._under_way for piece in pieces}
+        unwaited = sum(side.branches - side.waited for side in streams.sides)
+        assert len(held) == unwaited * aside.PIECES
+        most = max(most, unwaited)
+    assert most == aside.LAG
+    beside.join()
+    assert done == list(range(20))
+    assert streams.joined()
+    assert not beside._under_way
+
+
+def test_the_work_of_a_failed_pass_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = model(), torch.randn(4, 3, 6, dtype=torch.float64)
+    capture = watched(net, monkeypatch)
+    wanted = squares(capture, net, x)
+    Streams(monkeypatch)
+    monkeypatch.setattr(glance, "recording", lambda tensor: True)
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("on the way")
+
+    def broken(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    hook = net[LAYERS - 4].register_forward_hook(broken)
+    with pytest.raises(ValueError, match="on the way"):
+        squares(capture, net, 2 * x)
+    hook.remove()
+    for recording in (True, False):
+        monkeypatch.setattr(glance, "recording", lambda tensor, recording=recording: recording)
+        found = squares(capture, net, x)
+        assert all(torch.equal(found[name], square) for name, square in wanted.items())
