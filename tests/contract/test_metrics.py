@@ -124,3 +124,19 @@ def test_gauss_newton_starts_with_a_plain_mean() -> None:
         optimizer.step()
         wanted = torch.stack(seen).mean(0)
         torch.testing.assert_close(optimizer.state[layer.weight]["curvature"], wanted, rtol=1e-12, atol=0.0)
+
+
+def test_gauss_newton_takes_the_first_curvature_that_it_measures() -> None:
+    """Also of a tensor whose first gradient comes at a step that measures none."""
+    torch.manual_seed(7)
+    layers = nn.ModuleList([nn.Linear(3, 1, bias=False) for _ in range(2)]).double()
+    optimizer = AutoGaussNewton(layers, measure_every=2)
+    for step in range(5):  # the first two measure, then every second one
+        x = torch.randn(4, 3, dtype=torch.float64)
+        optimizer.zero_grad()
+        used = layers if step >= 3 else layers[:1]
+        weight = layers[1].weight
+        each = torch.stack([torch.autograd.grad(layers[1](row).sum().square(), weight)[0] for row in x])
+        sum(layer(x).square().mean() for layer in used).backward()
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["curvature"], each.square().mean(0), rtol=1e-12, atol=0.0)

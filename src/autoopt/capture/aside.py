@@ -7,20 +7,38 @@ streams would only give it more to do.
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-Piece = tuple[Callable[[], None], tuple[Tensor, ...]]  # some work, and what it reads
 
 STREAMS = 2
 PIECES = 2  # that a branch does at once: to leave the pass and to join it again takes time, too
 LAG = 2  # branches that may be under way: what they read is held for so long
 
 
-def recording(tensor: Tensor) -> bool:
-    """Whether what is done with a tensor becomes a part of a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def recording(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Piece(NamedTuple):
+    """Some work."""
+
+    work: Callable[[], None]
+    reads: tuple[Tensor, ...]  # what the pass must not write over before it is done
+    stream: torch.cuda.Stream  # that of the pass here: autograd runs every node on the one that its forward ran on
+
+
+class Branch(NamedTuple):
+    """Some pieces that are under way."""
+
+    done: torch.cuda.Event
+    pieces: list[Piece]
+
+    def join(self) -> None:
+        """Have the pass wait for it."""
+        self.pieces[0].stream.wait_event(self.done)
 
 
 class Aside:
@@ -28,22 +46,24 @@ class Aside:
 
     def __init__(self) -> None:
         self._streams: deque[torch.cuda.Stream] = deque()
-        self._waiting: list[Piece] = []
-        self._under_way: deque[tuple[torch.cuda.Event, list[Piece]]] = deque()
+        self._waiting: list[Piece] = []  # for a branch to take them, all of one stream
+        self._under_way: deque[Branch] = deque()
 
     def do(self, work: Callable[[], None], *reads: Tensor) -> None:
-        """Have some work done beside the pass. `reads`: what it reads, which the pass must not write over before."""
-        self._waiting.append((work, reads))
-        if len(self._waiting) == PIECES:
+        """Have some work done beside the pass, now or later. `reads`: what it reads."""
+        stream = torch.cuda.current_stream(reads[0].device)
+        if self._waiting and self._waiting[0].stream != stream:
+            self._branch()
+        self._waiting.append(Piece(work, reads, stream))
+        if len(self._waiting) >= PIECES:
             self._branch()
 
     def join(self) -> None:
-        """Have the pass wait for all of it."""
+        """Do what is waiting, and have the pass wait for all of it."""
         if self._waiting:
             self._branch()
         while self._under_way:
-            done, pieces = self._under_way.popleft()
-            torch.cuda.current_stream(pieces[0][1][0].device).wait_event(done)
+            self._under_way.popleft().join()
 
     def drop(self) -> None:
         """Forget the work for a pass that did not come to its end, and its graph with it."""
@@ -51,16 +71,15 @@ class Aside:
 
     def _branch(self) -> None:
         pieces, self._waiting = self._waiting, []
-        device = pieces[0][1][0].device
-        main = torch.cuda.current_stream(device)
-        if not self._streams or self._streams[0].device != device:
-            self._streams = deque(torch.cuda.Stream(device) for _ in range(STREAMS))
+        main = pieces[0].stream
+        if not self._streams or self._streams[0].device != main.device:
+            self._streams = deque(torch.cuda.Stream(main.device) for _ in range(STREAMS))
         self._streams.rotate()
         side = self._streams[0]
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            for work, _ in pieces:
-                work()
-            self._under_way.append((side.record_event(), pieces))
+            for piece in pieces:
+                piece.work()
+            self._under_way.append(Branch(side.record_event(), pieces))
         if len(self._under_way) > LAG:
-            main.wait_event(self._under_way.popleft()[0])
+            self._under_way.popleft().join()

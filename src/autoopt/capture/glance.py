@@ -34,9 +34,18 @@ class Glance:
         site.opened(self)
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        site, dy = self.site, gradients[0]
+        dy = gradients[0]
         if dy is None:
             return
+        try:
+            self._take(dy)
+        except Exception:
+            if recording(dy.device):  # else the graph, which ends here, would complain of the branches instead
+                self.site.ledger.aside.join()
+            raise
+
+    def _take(self, dy: Tensor) -> None:
+        site = self.site
         if torch.is_grad_enabled():  # else what a second backward pass adds to the weights would go unseen
             raise RuntimeError(
                 f"backward ran through layer '{site.name}' with create_graph=True, as for a gradient penalty: what is "
@@ -51,12 +60,15 @@ class Glance:
         kept, self.kept = self.kept, ()
         if site.repeated:
             self._book(roles, dy, kept)
-        elif recording(dy):
-            site.ledger.aside.do(functools.partial(self._look, roles, dy, kept, graph), dy, *kept)
+            return
+        for role in roles:
+            site.ledger.open_few(site.names[role], self.samples, graph)
+        if recording(dy.device):
+            site.ledger.aside.do(functools.partial(self._look, roles, dy, kept), dy, *kept)
         else:
-            self._look(roles, dy, kept, graph)
+            self._look(roles, dy, kept)
 
-    def _look(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...], graph: int) -> None:
+    def _look(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
         site, operation, some = self.site, self.operation, self.some
         dy = dy[some.rows]
         for role in roles:
@@ -64,7 +76,7 @@ class Glance:
                 c = operation.weight_contributions(dy, operation.select(kept, some.rows))
             else:
                 c = operation.bias_contributions(dy)
-            site.ledger.add_few(site.names[role], self.samples, c, some.share, graph)
+            site.ledger.add_few(site.names[role], c, some.share)
 
     def _book(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
         """As `Observe` does where the layer has other uses."""

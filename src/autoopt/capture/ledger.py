@@ -78,10 +78,10 @@ class Ledger:
             self._alone(name, self._open(name, samples, outer))
             self.book(name, samples, square)
 
-    def add_few(self, name: str, samples: int, c: Tensor, share: float, graph: int) -> None:
-        """Enter what a few samples add to such a parameter, each of which stands for `share` of all.
+    def open_few(self, name: str, samples: int, graph: int) -> None:
+        """Say that `add_few` will follow for such a parameter, before the pass that is known to add to it has done so.
 
-        By then it is known that the pass `adds_to` it, and its number is `graph`.
+        The number of the pass is `graph`.
         """
         if graph != self._graph:
             self._graph = graph
@@ -89,8 +89,11 @@ class Ledger:
         self._alone(name, graph)
         if self.fresh(name):
             self.drop(name)
-        self._few.add(name, c, share, self.parameters[name])
         self._rows = samples
+
+    def add_few(self, name: str, c: Tensor, share: float) -> None:
+        """Enter what a few samples add to it, each of which stands for `share` of all; at any time before `settle`."""
+        self._few.add(name, c, share, self.parameters[name])
 
     def add_derived(
         self, derived: Tensor, samples: int, contributions: Contributions, *, sole: bool, outer: int = -1
@@ -123,9 +126,9 @@ class Ledger:
 
     def settle(self) -> None:
         """The backward pass ended: sum the uses of each parameter, square, add to what earlier passes left."""
-        self.aside.join()
         if self._graph != self.current.graph:  # nothing was entered in this pass, and one before it failed
             self._drop()
+        self.aside.join()
         uses, self._uses = self._uses, {}
         with torch.no_grad():
             if self.current.group is None:  # else the gradients are averages over ranks

@@ -1,10 +1,11 @@
 """Which samples are looked at, where to look at all of them would cost more than the backward pass itself.
 
 Some layers give Σ_i c_i² of the whole batch for little. Convolutions, linear layers over positions and normalisations
-have to form the contribution of each sample, only to square it. So, unless all are asked for, they look at a few
-samples (one), but where all of them are a small matter. These are evenly spaced: in a batch of random order they are
-as good as any, so that N/m times the sum over the m is an unbiased estimate of the sum over all. The choice depends on
-nothing but sizes, so that a run that is resumed, or skips a step, looks at the samples it would have looked at.
+have to form the contribution of each sample, only to square it. So, unless all are asked for, they look at m of the N
+samples, but where all of them are a small matter: at one, in the middle (more would be evenly spaced). In a batch of
+random order it is as good as any, so that N/m times the sum over the m is an unbiased estimate of the sum over all. The
+choice depends on nothing but sizes, so that a run that is resumed, or skips a step, looks at the samples it would have
+looked at.
 """
 
 from collections.abc import Iterable
@@ -84,6 +85,12 @@ def squared(contributions: Tensor, total: bool) -> Tensor:
     return c[0].square() if len(c) == 1 else c.square().sum(0)
 
 
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one shape have their elements in the same order of memory."""
+    strides = zip(a.stride(), b.stride(), a.shape, strict=True)
+    return all(one == other or size == 1 for one, other, size in strides)
+
+
 class Few:
     """What a few samples add to parameters in the pass that is under way. Small ones are squared all at once.
 
@@ -97,7 +104,7 @@ class Few:
         self._large: dict[str, Tensor] = {}  # Σ c_i², or of its total the root, which takes one operation
 
     def add(self, name: str, c: Tensor, share: float, parameter: Tensor) -> None:
-        """Enter what each sample adds to a parameter, (samples, *shape); it stands for `share` of them."""
+        """Enter what each sample adds to a `parameter`, (samples, *shape); it stands for `share` of them."""
         self.share = share
         if c.numel() <= SMALL:
             self._small[name] = c
@@ -105,8 +112,9 @@ class Few:
             self._large[name] = torch.linalg.vector_norm(c, dtype=precision(c))
         else:  # in the order of memory that the step will want
             square = squared(c, False)
-            same = square.stride() == parameter.stride()
-            self._large[name] = square if same else torch.empty_like(parameter, dtype=square.dtype).copy_(square)
+            if not _alike(square, parameter):
+                square = torch.empty_like(parameter, dtype=square.dtype).copy_(square)
+            self._large[name] = square
 
     def squares(self) -> dict[str, Tensor]:
         """The estimate of Σ c_i² over all samples, for each of the parameters; these are forgotten."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autoopt.capture.aside import recording
 from autoopt.optim.bucket import AVERAGE, HELD, ROW, STATISTICS, Bucket
 from autoopt.oracle import relative
 
@@ -229,11 +230,11 @@ class Operand:
         self.flat = [_in_place(*each) for each in zip(tensors, bucket.places, strict=True)]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.flat]
         known, self.table, self.aligned = bucket.tables.get(name, ([], bucket.first_rows, True))
-        same, aligned = known == addresses, not any(address % 16 for address in addresses)
+        same = known == addresses
         if not recording(bucket.device):
             if not same:
-                self.table, self.aligned = _uploaded(addresses, bucket.device), aligned
-                bucket.tables[name] = addresses, self.table, aligned
+                self.table, self.aligned = _uploaded(addresses, bucket.device), _aligned(addresses)
+                bucket.tables[name] = addresses, self.table, self.aligned
             if name not in bucket.spares:
                 bucket.spares[name] = _pinned(addresses, bucket.device), torch.empty_like(self.table)
         elif not (same and self._lasts(bucket)):
@@ -241,7 +242,7 @@ class Operand:
                 host, self.table = spare = bucket.spares.pop(name)
                 bucket.recorded.append(spare)
                 self.table.copy_(host.copy_(torch.tensor(addresses)), non_blocking=True)
-                self.aligned = aligned
+                self.aligned = _aligned(addresses)
             else:
                 rows = bucket.rows(tensors)
                 self.flat, self.aligned = list(bucket.tensors(rows)), True
@@ -259,11 +260,6 @@ class Operand:
             torch._foreach_copy_(to, copies)
 
 
-def recording(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _in_place(tensor: Tensor | None, place: tuple[Any, list[int], int]) -> Tensor | None:
     """The tensor, or a copy of it, in the kernels' precision and with its elements in the order of those in a row."""
     if tensor is None:
@@ -275,6 +271,11 @@ def _in_place(tensor: Tensor | None, place: tuple[Any, list[int], int]) -> Tenso
     ):
         return tensor
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=tensor.device).copy_(tensor)
+
+
+def _aligned(addresses: Sequence[int]) -> bool:
+    """Whether four elements are one access, at all of them."""
+    return not any(address % 16 for address in addresses)
 
 
 def _uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:

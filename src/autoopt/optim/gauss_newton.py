@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from autoopt.capture import Source
@@ -54,9 +55,10 @@ class AutoGaussNewton(AutoOptimizer):
             square, samples = reading.moments.of_all(source, bucket)
             square = masked(square * bucket.spread(samples), rows)  # what is not finite must not pass
             # a plain mean at first: an average that starts at zero would make the first steps, which the rule measures
-            # the later ones by, a hundred times too long
-            newest = (1 / bucket.steps.clamp_min(1)).clamp_min(1 - group["decay"])
-            curvature.lerp_(square, bucket.column(newest) * rows)
+            # the later ones by, 1/(1 - decay) times too long
+            newest = bucket.column((1 / bucket.steps.clamp_min(1)).clamp_min(1 - group["decay"]))
+            none = bucket.spread(bucket.sum(curvature)) == 0  # its first step measured nothing
+            curvature.lerp_(square, torch.where(none, bucket.one, newest) * rows)
         mean = bucket.spread(bucket.sum(curvature) / bucket.elements)
         # a unit that has not moved yet has no curvature, and none of what it gets is used
         metric: Tensor = curvature + group["damping"] * mean + (mean == 0).to(mean)

@@ -99,7 +99,7 @@ class Robust(Automatic):
         return state["average"]
 
     def _noise(self, statistics: Statistics) -> Tensor:
-        """One sample shows no spread: then all of the gradient may be noise."""
+        """V̂, by which an alignment is judged. One sample shows no spread: then all of the gradient may be noise."""
         return statistics.variance if self.batch > 1 else statistics.gg
 
     def _travels(self, state: State, statistics: Statistics, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
