@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from invariance import BATCH, STEPS, cnn, test_error
+from invariance import Change, cnn, test_error, train
 from torch import nn, optim
 
 import autoopt
@@ -43,12 +42,7 @@ def run(width: int, make: Callable[[nn.Module], Any], seed: int) -> list[float]:
     torch.manual_seed(seed)
     model = cnn(width)
     optimizer = make(model)
-    order = torch.Generator().manual_seed(seed)
-    epochs = [torch.randperm(len(data.train_inputs), generator=order) for _ in range(STEPS * BATCH // 1280)]
-    for index in torch.cat(epochs).view(STEPS, BATCH):
-        optimizer.zero_grad()
-        F.cross_entropy(model(data.train_inputs[index]), data.train_targets[index]).backward()
-        optimizer.step()
+    train(model, optimizer, seed, Change())
     errors = [test_error(model, data.test_inputs, data.test_targets)]
     if isinstance(optimizer, autoopt.AutoOptimizer):
         optimizer.detach()

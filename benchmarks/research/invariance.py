@@ -66,12 +66,22 @@ MODELS = {"mlp": mlp, "cnn": cnn}
 
 def run(model_name: str, kind: str, change: Change, seed: int) -> list[float]:
     """Test error in % of the last and of the averaged weights, training loss."""
-    data = digits.data()
     torch.manual_seed(seed)
     model = MODELS[model_name](change.width)
     next(model.parameters()).data.mul_(change.first)
     optimizer = KINDS[kind](model)
-    order = torch.Generator().manual_seed(seed)
+    losses = train(model, optimizer, seed, change)
+    optimizer.detach()
+    data = digits.data()
+    x, y = change.inputs * data.test_inputs, data.test_targets
+    last = test_error(model, x, y)
+    with optimizer.averaged():
+        return [last, test_error(model, x, y), sum(losses[-LAST:]) / LAST]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, change: Change) -> list[float]:
+    """All steps; the loss of each, before it is scaled."""
+    data, order = digits.data(), torch.Generator().manual_seed(seed)
     epochs = [torch.randperm(len(data.train_inputs), generator=order) for _ in range(STEPS * BATCH // 1280)]
     losses = []
     for index in torch.cat(epochs).view(STEPS, BATCH):
@@ -80,11 +90,7 @@ def run(model_name: str, kind: str, change: Change, seed: int) -> list[float]:
         (change.loss * loss).backward()
         optimizer.step()
         losses.append(loss.item())
-    optimizer.detach()
-    x, y = change.inputs * data.test_inputs, data.test_targets
-    last = test_error(model, x, y)
-    with optimizer.averaged():
-        return [last, test_error(model, x, y), sum(losses[-LAST:]) / LAST]
+    return losses
 
 
 @torch.no_grad()

@@ -22,10 +22,11 @@ class Stream:
     def __init__(self, name: str) -> None:
         self.name, self.device, self.waited = name, torch.device("cpu"), 0
         self.branches = 0  # recorded on it
-        self.log: list[tuple[str, int]] = []
+        self.after: list[str] = []  # the streams that its branches begin after
+        self.joined: list[str] = []  # the streams whose branches it waited for
 
     def wait_stream(self, other: Stream) -> None:
-        self.log.append(("after", len(other.log)))
+        self.after.append(other.name)
 
     def record_event(self) -> tuple[Stream, int]:
         self.branches += 1
@@ -34,6 +35,7 @@ class Stream:
     def wait_event(self, event: tuple[Stream, int]) -> None:
         stream, branch = event
         stream.waited = max(stream.waited, branch)
+        self.joined.append(stream.name)
 
 
 class Streams:
@@ -100,7 +102,7 @@ def test_statistics_are_those_of_the_eager_pass(
         assert torch.equal(found[name], square), name
     assert streams.joined()
     assert sum(side.branches for side in streams.sides) == passes * -(-LAYERS // aside.PIECES)
-    assert all(len(side.log) == side.branches for side in streams.sides), "each branch begins after the pass so far"
+    assert all(side.after == ["main"] * side.branches for side in streams.sides), "each begins after the pass so far"
 
 
 def test_what_is_read_is_held_until_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +154,9 @@ def test_pieces_of_two_streams_are_two_branches(monkeypatch: pytest.MonkeyPatch)
         beside.do(lambda: None, torch.zeros(1))
     beside.join()
     assert streams.joined()
-    assert [side.branches for side in streams.sides] == [1, 1]
+    first, second = sorted(streams.sides, key=lambda side: side.after != ["main"])
+    assert (first.after, second.after) == (["main"], ["other"])
+    assert (streams.main.joined, other.joined) == ([first.name], [second.name])
 
 
 class Recurrent(nn.Module):

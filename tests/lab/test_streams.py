@@ -33,7 +33,7 @@ def test_chunks_run_at_once_in_this_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_start_of_a_run_does_not_depend_on_other_threads() -> None:
-    """They share torch's generator; five of six threads had wrong starts without the lock."""
+    """They share torch's generator; without a lock most threads have starts of no seed."""
     wanted = torch.stack([NET.initial(seed) for seed in range(10)])
     together = threading.Barrier(6, timeout=30)
 

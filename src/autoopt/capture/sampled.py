@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autoopt.moments import Moments, Operation, precision, wide
+from autoopt.moments.operation import alike
 
 ROOM = 1 << 16  # elements of all samples together that are a small matter
 FEW = 1  # samples; the rule averages over a hundred steps
@@ -85,12 +86,6 @@ def squared(contributions: Tensor, total: bool) -> Tensor:
     return c[0].square() if len(c) == 1 else c.square().sum(0)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one shape have their elements in the same order of memory."""
-    strides = zip(a.stride(), b.stride(), a.shape, strict=True)
-    return all(one == other or size == 1 for one, other, size in strides)
-
-
 class Few:
     """What a few samples add to parameters in the pass that is under way. Small ones are squared all at once.
 
@@ -112,7 +107,7 @@ class Few:
             self._large[name] = torch.linalg.vector_norm(c, dtype=precision(c))
         else:  # in the order of memory that the step will want
             square = squared(c, False)
-            if not _alike(square, parameter):
+            if not alike(square, parameter.stride()):
                 square = torch.empty_like(parameter, dtype=square.dtype).copy_(square)
             self._large[name] = square
 

@@ -8,7 +8,7 @@ and BatchNorm is well defined: the output gradient that reaches row i already ho
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -84,6 +84,13 @@ class Operation(ABC):
     def bias_moments(self, dy: Tensor, total: bool) -> Moments:
         """The moments of the bias."""
         return moments(self.bias_contributions(dy), total)
+
+
+def alike(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Whether its elements lie in memory as those of a tensor of the same shape with these strides."""
+    return all(
+        one == other or size == 1 for one, other, size in zip(tensor.stride(), strides, tensor.shape, strict=True)
+    )
 
 
 def owned(output: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autoopt.capture.aside import recording
+from autoopt.moments.operation import alike
 from autoopt.optim.bucket import AVERAGE, HELD, ROW, STATISTICS, Bucket
 from autoopt.oracle import relative
 
@@ -265,10 +266,7 @@ def _in_place(tensor: Tensor | None, place: tuple[Any, list[int], int]) -> Tenso
     if tensor is None:
         return None
     shape, strides, _ = place
-    own = tensor.stride()
-    if tensor.dtype == torch.float32 and all(
-        one == other or size == 1 for one, other, size in zip(own, strides, shape, strict=True)
-    ):
+    if tensor.dtype == torch.float32 and alike(tensor, strides):
         return tensor
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=tensor.device).copy_(tensor)
 
