@@ -4,8 +4,9 @@
 
 Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
 half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2:
-four bounds of |w| with five seeds each; stage 3: larger steps at the start. One line of JSON per run
-(docs/research.md). Chunks of few runs leave a GPU idle, so several train at once, on streams of their own.
+four bounds of |w| with five seeds each; stage 3: larger steps at the start; stage 4: the shift alone, with three bounds
+of the length of a step and ten seeds. One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU
+idle, so several train at once, on streams of their own.
 """
 
 import argparse
@@ -31,7 +32,8 @@ from autoopt_lab.tasks import Data, cifar10, digits, mnist
 
 TASKS = {"mnist": mnist, "cifar10": cifar10, "digits": digits}
 CONSTANTS = {
-    name: getattr(robust, name) for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW", "GROWTH", "EARLY", "SIGNAL")
+    name: getattr(robust, name)
+    for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW", "GROWTH", "EARLY", "SIGNAL", "LONGEST")
 }
 FIRST: dict[str, dict[str, float]] = {  # before |w| was bounded
     "base": {"LARGEST": 0.008},
@@ -50,19 +52,26 @@ SECOND: dict[str, dict[str, float]] = {  # before larger steps at the start
     "growth 2, cap 0.006": {"GROWTH": 2, "LARGEST": 0.006},
 }
 THIRD: dict[str, dict[str, float]] = {
-    "early 0.009": {},  # the rule as it is
+    "early 0.009": {},  # what the rule is now
     "early 0.014": {"EARLY": 0.014},
     "growth 1, early 0.009": {"GROWTH": 1},
+}
+FOURTH: dict[str, dict[str, float]] = {
+    "longest 1.75": {},  # the rule as it is
+    "longest 1.5": {"LONGEST": 1.5},
+    "any length": {"LONGEST": 1e9},
 }
 VARIANTS: dict[str, dict[str, float]] = {
     **{name: {"GROWTH": 1e9, "SIGNAL": 0, "EARLY": 1, **changed} for name, changed in FIRST.items()},
     **{name: {"SIGNAL": 0, "EARLY": 1, **changed} for name, changed in SECOND.items()},
     **THIRD,
+    **FOURTH,
 }
 STAGES = {  # variant -> seeds
     1: {"base": 5, **dict.fromkeys(tuple(FIRST)[1:], 2)},
     2: dict.fromkeys(SECOND, 5),
     3: {**dict.fromkeys(THIRD, 5), "growth 2, cap 0.006": 5},
+    4: dict.fromkeys(FOURTH, 10),
 }
 CHANGED = (8, 32, 128)  # N at which the changes were tried at first
 
@@ -89,7 +98,8 @@ def jobs(stage: int, batches: Sequence[int], small: bool) -> list[Job]:
             for kind in ("sgd", "adam", "adagrad"):
                 every = [(variant, seed) for variant, count in STAGES[stage].items() for seed in range(count)]
                 some = every if stage > 1 or batch in CHANGED else [row for row in every if row[0] == "base"]
-                found.append(Job(task, kind, batch, None, some))
+                if stage < 4:
+                    found.append(Job(task, kind, batch, None, some))
                 if batch == 128 or small:
                     found.append(Job(task, kind, batch, 5, every))
     return found

@@ -97,17 +97,18 @@ def test_the_scale_of_the_loss_changes_nothing(kind: str, scale: float) -> None:
         assert (one - other).abs().max() <= 1e-12 * one.abs().max()
 
 
-def test_no_step_is_longer_than_the_largest_relative_step() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_is_long_even_where_the_gradient_jumps(kind: str) -> None:
+    """Lengths are relative to those of the last steps, and a gradient that is 10,000 times larger at once is not."""
     model = nn.Linear(40, 30).double()
-    optimizer = AutoSGD(model)
-    for _ in range(300):
+    optimizer = KINDS[kind](model)
+    for step in range(300):
         x = torch.randn(16, 40, dtype=torch.float64)
         before = model.weight.detach().clone()
         optimizer.zero_grad()
-        (model(x) - x[:, :30]).square().mean().backward()
+        ((1e4 if step >= 200 else 1) * (model(x) - x[:, :30]).square().mean()).backward()
         optimizer.step()
-        # |d| of one step may exceed its average over the last steps, by which the rule divides: twice is plenty
-        assert (model.weight - before).norm() <= 2 * 0.006 * before.norm()
+        assert (model.weight - before).norm() <= 1.75 * 0.009 * before.norm() * (1 + 1e-12), step
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,8 +27,10 @@ class NaiveRobust:
             if known and sum(known) / len(known) > limit:
                 self.count /= 2
                 break
+        shares = [share for share in (tensor.share() for tensor, _ in tensors) if share is not None]
+        share = sum(shares) / len(shares) if shares else 0.03
         for tensor, _ in tensors:
-            tensor.move(self.count)
+            tensor.move(self.count, share)
         self.counts.append(self.count)
         self.taken += 1
 
@@ -68,16 +70,19 @@ class _Tensor:
         self.estimate = 0.9 * self.estimate + 0.1 * g
         return ratios
 
-    def move(self, count: float) -> None:
+    def share(self) -> float | None:
+        """Of signal in the gradient, where a spread was ever seen."""
+        return 1 - recent(self.variances) / recent(self.gradients) if self.variances else None
+
+    def move(self, count: float, share: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h
         self.sizes.append((d * d).sum().item())
-        share = 1 - recent(self.variances) / recent(self.gradients) if self.variances else 0.03
         largest = max(0.006, min(0.009, 0.2 / self.t**0.5, 0.016 * max(share, 0) ** 0.5))
         self.decay = 0.2 * max(0.5, min(1, (max(share, 0) / 0.03) ** 0.5))
         ratio = min(largest, self.decay / max(count, 1) ** 0.5) * min(1, self.t / 100)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
-        self.rate = ratio * length / recent(self.sizes) ** 0.5
+        self.rate = ratio * length / max(recent(self.sizes), self.sizes[-1] / 1.75**2) ** 0.5
         self.weight = self.weight - self.rate * d
         newest = 5 / (max(count, 1) + 4)
         self.average = (1 - newest) * self.average + newest * self.weight

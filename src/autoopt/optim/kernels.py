@@ -33,6 +33,7 @@ ENOUGH = tl.constexpr(relative.ENOUGH)
 ROOT_ENOUGH = tl.constexpr(relative.ENOUGH**0.5)
 LEAST = tl.constexpr(relative.LEAST)
 WARM_UP = tl.constexpr(relative.WARM_UP)
+LONGEST = tl.constexpr(relative.LONGEST)
 FLOOR = tl.constexpr(relative.FLOOR)
 GROWTH = tl.constexpr(relative.GROWTH)
 WINDOW = tl.constexpr(relative.WINDOW)
@@ -239,6 +240,13 @@ def _travels(alignment, noise, usual, age):
 
 
 @triton.jit
+def _signal(variance, gradient, known):
+    """As `relative.signal`, in every lane."""
+    mean = _mean(1 - variance / gradient, known & (gradient > 0))
+    return tl.where(mean == mean, mean, ENOUGH)
+
+
+@triton.jit
 def _relative_step(count, age, share):
     """As `relative.relative_step`."""
     root = tl.sqrt(_larger(share, 0.0))
@@ -248,11 +256,12 @@ def _relative_step(count, age, share):
 
 
 @triton.jit
-def _rate(ratio, weights, start, elements, size):
+def _rate(ratio, weights, start, elements, usual, now):
     """As `relative.rate`."""
     least = elements * (FLOOR * FLOOR)
     bounded = _smaller(_larger(weights, least), _larger(start, least) * (GROWTH * GROWTH))
-    return tl.where(size > elements * SMALLEST, ratio * tl.sqrt(bounded / size), 0.0)
+    size = _larger(usual, now / (LONGEST * LONGEST))
+    return tl.where(usual > elements * SMALLEST, ratio * tl.sqrt(bounded / size), 0.0)
 
 
 @triton.jit
@@ -322,12 +331,13 @@ def decide(
     start = tl.where(first, weights, start)
     gradient = tl.where(live, _drawn(gradient, gg, SMOOTHING), gradient)
     variance = tl.where(measured, _drawn(variance, v, SMOOTHING), variance)
-    size = tl.where(live, _drawn(size, direction / (correction * correction), SMOOTHING), size)
+    now = direction / (correction * correction)
+    size = tl.where(live, _drawn(size, now, SMOOTHING), size)
 
     # the length of the step
-    share = tl.where(seen > 0, 1 - _corrected(variance, seen) / _corrected(gradient, age), ENOUGH)
+    share = _signal(_corrected(variance, seen), _corrected(gradient, age), valid & (seen > 0))
     ratio = _relative_step(count, age, share)
-    rate = tl.where(live, _rate(ratio, weights, start, of_all, _corrected(size, age)), rate)
+    rate = tl.where(live, _rate(ratio, weights, start, of_all, _corrected(size, age), now), rate)
     newest = tl.full((BLOCK,), WINDOW + 1, tl.float64) / (_larger(count, 1.0) + WINDOW)
 
     if MEASURES:

@@ -42,8 +42,9 @@ class Robust:
 
         correction = 1 - bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
         size, square = lengths()
+        size = size / correction.square()
         names = ("gradient", "usual", "variance", "size")
-        new = products.gg, estimate.square(), products.variance, size / correction.square()
+        new = products.gg, estimate.square(), products.variance, size
         smooth = torch._foreach_lerp([known[name] for name in names], list(new), 1 - relative.SMOOTHING)
         where = live, later, measured, live
         for each in zip(names, where, smooth, strict=True):
@@ -54,10 +55,10 @@ class Robust:
 
         averages = torch.stack([known["variance"], known["gradient"], known["size"]])
         spread, whole, average = _corrected(averages, torch.stack([seen, age, age]))
-        share = torch.where(seen > 0, 1 - spread / whole, relative.ENOUGH)
+        share = relative.signal(spread, whole, seen > 0)
         ratio = relative.relative_step(known["count"], age, share)
         smallest = torch.finfo(bucket.compute).tiny
-        rate = relative.rate(ratio, square, start, bucket.elements, average, smallest)
+        rate = relative.rate(ratio, square, start, bucket.elements, average, size, smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
 
     def _look(self, bucket: Bucket, live: Tensor, later: Tensor, estimate: Tensor, correction: Tensor) -> None:

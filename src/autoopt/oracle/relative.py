@@ -16,6 +16,7 @@ DECAY = 0.2  # the relative step after n steps is at most DECAY/√n, and less w
 ENOUGH = 0.03  # the share of signal is below this: in proportion to its root,
 LEAST = 0.5  # down to this part
 WARM_UP = 100  # steps over which the relative step rises to its size
+LONGEST = 1.75  # no direction counts as longer than so many times its usual length: gradients jump when the data shifts
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least: biases start at zero
 GROWTH = 2  # and at most so many times what it had at the start: noise makes weights grow, and must not feed on that
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
@@ -24,13 +25,29 @@ FIRST = 10  # steps before anything is said of that
 USUAL = 100  # steps before it is known how large an alignment is usual
 
 
+def signal(variance: Tensor, gradient: Tensor, known: Tensor) -> Tensor:
+    """s, the share of signal in the gradient: 1 - V̂/<g, g>, in the mean over the units of which that is known.
+
+    One answer for all units: that of one is mostly noise, as few samples are looked at in a large layer. ENOUGH where
+    nothing is known.
+
+    Args:
+        variance: V̂ of each unit, averaged.
+        gradient: <g, g> of each unit, averaged.
+        known: whether V̂ was ever measured.
+    """
+    known = known & (gradient > 0)
+    shares = torch.where(known, 1 - variance / gradient, 0.0)
+    return torch.where(known.any(), shares.sum() / known.sum(), ENOUGH)
+
+
 def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
     """ρ, the length of a step over that of the weights.
 
     Args:
         count: n, steps since the data last changed.
         age: t, steps altogether.
-        share: of signal in the gradient, 1 - V̂/<g, g>; ENOUGH where nothing is known of it.
+        share: s, as `signal` says.
     """
     root = share.clamp_min(0).sqrt()
     largest = torch.minimum(DECAY * age.rsqrt(), SIGNAL * root).clamp(LARGEST, EARLY)
@@ -38,10 +55,13 @@ def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
     return torch.minimum(decay * count.rsqrt(), largest) * (age / WARM_UP).clamp_max(1)  # count < 1: the largest too
 
 
-def rate(ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: Tensor, smallest: float) -> Tensor:
-    """α such that the step α·d has the length ρ·|w|, with |w| kept between two bounds.
+def rate(
+    ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, usual: Tensor, now: Tensor, smallest: float
+) -> Tensor:
+    """α such that a step α·d of the usual length has the length ρ·|w|, with |w| kept between two bounds.
 
-    |w| is taken to be at least that of FLOOR in every element, and at most GROWTH times what it was at the start.
+    |w| is taken to be at least that of FLOOR in every element, and at most GROWTH times what it was at the start. A
+    step of more than LONGEST times the usual length is shortened to that.
 
     It is zero where the direction is so short that its squares were lost to rounding, and with them its length.
 
@@ -50,13 +70,14 @@ def rate(ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: 
         weights: |w|².
         start: |w|² before the first step.
         elements: how many there are.
-        size: the mean square length of the direction d over the last steps.
+        usual: the mean square length of the direction d over the last steps, this one among them.
+        now: |d|² of this step.
         smallest: the square of an element that is still exact.
     """
     least = FLOOR**2 * elements
     bounded = torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least))
-    alpha = ratio * (bounded / size).sqrt()
-    return torch.where(size > smallest * elements, alpha, 0.0)
+    alpha = ratio * (bounded / torch.maximum(usual, now / LONGEST**2)).sqrt()
+    return torch.where(usual > smallest * elements, alpha, 0.0)
 
 
 def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor) -> Tensor:

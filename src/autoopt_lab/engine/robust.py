@@ -24,6 +24,7 @@ DECAY = 0.2  # ρ after n steps is at most DECAY/√n, and less where
 ENOUGH = 0.03  # the share of signal is below this: in proportion to its root,
 LEAST = 0.5  # down to this part
 WARM_UP = 100  # steps
+LONGEST = 1.75  # times its usual length that a direction counts as at most
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
 GROWTH = 2  # and at most so many times that of its start
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
@@ -69,11 +70,13 @@ class Robust(Automatic):
         momentum_power, smoothing_power = MOMENTUM * state["momentum_power"], SMOOTHING * state["smoothing_power"]
         estimate = MOMENTUM * state["estimate"] + (1 - MOMENTUM) * gradient
         direction = divided(estimate, h) / spread(1 - momentum_power)  # u started at zero
-        size = _smooth(state["size"], total(direction * direction))
+        now = total(direction * direction)
+        size = _smooth(state["size"], now)
         noise = _smooth(state["noise"], self._noise(statistics))
         whole = _smooth(state["gradient"], statistics.gg)
-        ratio = self._ratio(count, age, 1 - noise / whole if self.batch > 1 else torch.full_like(noise, ENOUGH))
-        rate = ratio * self._bounded(total(weights * weights), state["start"]) / (size / (1 - smoothing_power)).sqrt()
+        ratio = self._ratio(count, age, self._signal(noise, whole))
+        length = torch.maximum(size / (1 - smoothing_power), now / LONGEST**2).sqrt()
+        rate = ratio * self._bounded(total(weights * weights), state["start"]) / length
         moved = weights - self.option["lr"] * spread(rate) * direction
         newest = (WINDOW + 1) / (count.clamp_min(1) + WINDOW)
         new |= {
@@ -124,6 +127,12 @@ class Robust(Automatic):
         for tensor in range(1, len(self.layout.sizes)):  # one by one: the order never depends on the other runs
             total = total + ratio[:, tensor : tensor + 1]
         return total / known.sum(1, keepdim=True).clamp_min(1)
+
+    def _signal(self, noise: Tensor, whole: Tensor) -> Tensor:
+        """s, the share of signal in the gradient, (K, 1); of one sample nothing is known."""
+        if self.batch == 1:
+            return torch.full_like(noise[:, :1], ENOUGH)
+        return self._mean_ratio(whole - noise, whole, whole.isfinite())
 
     def _ratio(self, count: Tensor, age: Tensor, share: Tensor) -> Tensor:
         """ρ."""
