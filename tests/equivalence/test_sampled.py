@@ -252,6 +252,29 @@ def test_a_glance_is_exact_for_the_samples_it_looks_at(elementwise: bool, glance
     assert len(glanced) == 2
 
 
+def test_a_square_that_is_larger_than_its_samples_waits_for_the_end_of_the_pass(glanced: list[glance.Glance]) -> None:
+    """So that it is not there while the layers before it still keep their inputs."""
+    model, x = (
+        nn.Sequential(nn.Conv2d(8, 24, 3, padding=1), nn.Conv2d(24, 8, 1)).double(),
+        torch.randn(6, 8, 2, 2).double(),
+    )
+    capture = watched(model)
+    formed: list[str] = []
+    entered = capture.ledger.add_few
+    capture.ledger.add_few = lambda name, *rest: (formed.append(name), entered(name, *rest))[1]  # type: ignore[method-assign]
+    before: list[str] = []
+    x.requires_grad_().register_hook(lambda _: before.extend(formed))  # the last of the pass
+    found = squares(capture, model, x)
+    assert before == ["1.weight", "1.bias"]
+    assert formed[2:] == ["0.weight", "0.bias"]
+    some = sampled.Sampler(exact=False).choose(6, 96)
+    assert some is not None
+    twin, (i,) = copy.deepcopy(model), range(6)[some.rows]
+    twin(x.detach()[i : i + 1]).square().sum().backward()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(found[name], 6 * parameter.grad.square(), rtol=1e-10, atol=1e-14)
+
+
 def test_micro_batches_add_up(glanced: list[glance.Glance]) -> None:
     model = Pair().double()
     capture, parts = watched(model), torch.randn(2, 8, 3, 5, 5, dtype=torch.float64)

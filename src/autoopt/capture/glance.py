@@ -19,6 +19,8 @@ from autoopt.capture.site import Site
 from autoopt.moments import Operation
 from autoopt.moments.operation import owned
 
+GROWS = 8  # times as much memory as its samples take, from which on Σ c² waits for the end of the pass
+
 
 class Glance:
     """One use of a layer, called with the gradients of what its operation gave: of its output, and of nothing else.
@@ -64,19 +66,33 @@ class Glance:
         for role in roles:
             site.ledger.open_few(site.names[role], self.samples, graph)
         if recording(dy.device):
-            site.ledger.aside.do(functools.partial(self._look, roles, dy, kept), dy, *kept)
+            site.ledger.aside.do(lambda: self._look(roles, *self._seen(roles, dy, kept)), dy, *kept)
+            return
+        dy, kept = self._seen(roles, dy, kept)
+        if self._grows(roles, dy, kept):
+            # Σ c² of it can wait until the pass has freed what others keep; what it takes is copied out of that
+            dy, kept = dy.clone(), tuple(tensor.clone() for tensor in kept)
+            site.ledger.later(functools.partial(self._look, roles, dy, kept))
         else:
             self._look(roles, dy, kept)
 
+    def _seen(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Of the samples that are looked at."""
+        rows = self.some.rows
+        return dy[rows], self.operation.select(kept, rows) if "weight" in roles else ()
+
+    def _grows(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> bool:
+        """Whether Σ c², if it is wanted for every element, takes far more memory than what it is made of."""
+        if self.site.ledger.total or "weight" not in roles:
+            return False
+        return self.site.parameter("weight").numel() > GROWS * sum(tensor.numel() for tensor in (dy, *kept))
+
     def _look(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
-        site, operation, some = self.site, self.operation, self.some
-        dy = dy[some.rows]
+        site, operation = self.site, self.operation
         for role in roles:
-            if role == "weight":
-                c = operation.weight_contributions(dy, operation.select(kept, some.rows))
-            else:
-                c = operation.bias_contributions(dy)
-            site.ledger.add_few(site.names[role], c, some.share)
+            weight = role == "weight"
+            c = operation.weight_contributions(dy, kept) if weight else operation.bias_contributions(dy)
+            site.ledger.add_few(site.names[role], c, self.some.share)
 
     def _book(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
         """As `Observe` does where the layer has other uses."""

@@ -7,7 +7,7 @@ added up, squared and forgotten.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Ledger:
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
         self._few = Few(total)
+        self._later: list[Callable[[], None]] = []  # calls of `add_few` that wait for the end of the pass
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
@@ -95,6 +96,10 @@ class Ledger:
         """Enter what a few samples add to it, each of which stands for `share` of all; at any time before `settle`."""
         self._few.add(name, c, share, self.parameters[name])
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Have `add_few` called at the end of the pass."""
+        self._later.append(work)
+
     def add_derived(
         self, derived: Tensor, samples: int, contributions: Contributions, *, sole: bool, outer: int = -1
     ) -> None:
@@ -131,6 +136,9 @@ class Ledger:
         self.aside.join()
         uses, self._uses = self._uses, {}
         with torch.no_grad():
+            for work in self._later:
+                work()
+            self._later = []
             if self.current.group is None:  # else the gradients are averages over ranks
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
@@ -156,6 +164,7 @@ class Ledger:
         self._uses = {}
         self.aside.drop()
         self._few.clear()
+        self._later = []
         self.audit.drop()
 
     def adds_to(self, name: str) -> bool:
