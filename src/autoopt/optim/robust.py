@@ -55,7 +55,7 @@ class Robust:
 
         averages = torch.stack([known["variance"], known["gradient"], known["size"]])
         spread, whole, average = _corrected(averages, torch.stack([seen, age, age]))
-        share = relative.signal(spread, whole, seen > 0)
+        share = relative.signal(spread, whole, live & (seen > 0))
         ratio = relative.relative_step(known["count"], age, share)
         smallest = torch.finfo(bucket.compute).tiny
         rate = relative.rate(ratio, square, start, bucket.elements, average, size, smallest)

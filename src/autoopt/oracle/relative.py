@@ -34,7 +34,7 @@ def signal(variance: Tensor, gradient: Tensor, known: Tensor) -> Tensor:
     Args:
         variance: V̂ of each unit, averaged.
         gradient: <g, g> of each unit, averaged.
-        known: whether V̂ was ever measured.
+        known: which units take this step, and had their V̂ measured at some time.
     """
     known = known & (gradient > 0)
     shares = torch.where(known, 1 - variance / gradient, 0.0)

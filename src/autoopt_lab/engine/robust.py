@@ -74,7 +74,7 @@ class Robust(Automatic):
         size = _smooth(state["size"], now)
         noise = _smooth(state["noise"], self._noise(statistics))
         whole = _smooth(state["gradient"], statistics.gg)
-        ratio = self._ratio(count, age, self._signal(noise, whole))
+        ratio = self._ratio(count, age, self._signal(noise, whole, live))
         length = torch.maximum(size / (1 - smoothing_power), now / LONGEST**2).sqrt()
         rate = ratio * self._bounded(total(weights * weights), state["start"]) / length
         moved = weights - self.option["lr"] * spread(rate) * direction
@@ -128,11 +128,11 @@ class Robust(Automatic):
             total = total + ratio[:, tensor : tensor + 1]
         return total / known.sum(1, keepdim=True).clamp_min(1)
 
-    def _signal(self, noise: Tensor, whole: Tensor) -> Tensor:
-        """s, the share of signal in the gradient, (K, 1); of one sample nothing is known."""
+    def _signal(self, noise: Tensor, whole: Tensor, live: Tensor) -> Tensor:
+        """s, the share of signal in the gradients of this step, (K, 1); of one sample nothing is known."""
         if self.batch == 1:
             return torch.full_like(noise[:, :1], ENOUGH)
-        return self._mean_ratio(whole - noise, whole, whole.isfinite())
+        return self._mean_ratio(whole - noise, whole, live)
 
     def _ratio(self, count: Tensor, age: Tensor, share: Tensor) -> Tensor:
         """ρ."""
