@@ -5,8 +5,9 @@
 Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
 half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2:
 four bounds of |w| with five seeds each; stage 3: larger steps at the start; stage 4: the shift alone, with three bounds
-of the length of a step and ten seeds. One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU
-idle, so several train at once, on streams of their own.
+of the length of a step and ten seeds. (The decay by the share of signal, which came later, is in all of them now.) One
+line of JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so several train at once, on streams of
+their own.
 """
 
 import argparse
@@ -51,8 +52,8 @@ SECOND: dict[str, dict[str, float]] = {  # before larger steps at the start
     "growth 1, cap 0.011": {"GROWTH": 1, "LARGEST": 0.011},
     "growth 2, cap 0.006": {"GROWTH": 2, "LARGEST": 0.006},
 }
-THIRD: dict[str, dict[str, float]] = {
-    "early 0.009": {},  # what the rule is now
+THIRD: dict[str, dict[str, float]] = {  # before the length of a step was bounded
+    "early 0.009": {},
     "early 0.014": {"EARLY": 0.014},
     "growth 1, early 0.009": {"GROWTH": 1},
 }
@@ -62,9 +63,9 @@ FOURTH: dict[str, dict[str, float]] = {
     "any length": {"LONGEST": 1e9},
 }
 VARIANTS: dict[str, dict[str, float]] = {
-    **{name: {"GROWTH": 1e9, "SIGNAL": 0, "EARLY": 1, **changed} for name, changed in FIRST.items()},
-    **{name: {"SIGNAL": 0, "EARLY": 1, **changed} for name, changed in SECOND.items()},
-    **THIRD,
+    **{name: {"GROWTH": 1e9, "SIGNAL": 0, "EARLY": 1, "LONGEST": 1e9, **changed} for name, changed in FIRST.items()},
+    **{name: {"SIGNAL": 0, "EARLY": 1, "LONGEST": 1e9, **changed} for name, changed in SECOND.items()},
+    **{name: {"LONGEST": 1e9, **changed} for name, changed in THIRD.items()},
     **FOURTH,
 }
 STAGES = {  # variant -> seeds

@@ -72,7 +72,7 @@ class _Tensor:
 
     def share(self) -> float | None:
         """Of signal in the gradient, where a spread was ever seen."""
-        return 1 - recent(self.variances) / recent(self.gradients) if self.variances else None
+        return max(-1, 1 - recent(self.variances) / recent(self.gradients)) if self.variances else None
 
     def move(self, count: float, share: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h

@@ -32,6 +32,7 @@ DECAY = tl.constexpr(relative.DECAY)
 ENOUGH = tl.constexpr(relative.ENOUGH)
 ROOT_ENOUGH = tl.constexpr(relative.ENOUGH**0.5)
 LEAST = tl.constexpr(relative.LEAST)
+WORST = tl.constexpr(relative.WORST)
 WARM_UP = tl.constexpr(relative.WARM_UP)
 LONGEST = tl.constexpr(relative.LONGEST)
 FLOOR = tl.constexpr(relative.FLOOR)
@@ -231,19 +232,20 @@ def _mean(values, known):
 
 
 @triton.jit
-def _travels(alignment, noise, usual, age):
+def _travels(alignment, noise, usual, age, live):
     """As `relative.travels`."""
     limit = noise * STEADY
-    by_noise = _mean(alignment / limit, (age > FIRST) & (limit > 0))
-    by_usual = _mean(alignment / usual, (age > USUAL) & (usual > 0))
+    by_noise = _mean(alignment / limit, live & (age > FIRST) & (limit > 0))
+    by_usual = _mean(alignment / usual, live & (age > USUAL) & (usual > 0))
     return (by_noise > 1) | (by_usual > 1)
 
 
 @triton.jit
 def _signal(variance, gradient, known):
     """As `relative.signal`, in every lane."""
-    mean = _mean(1 - variance / gradient, known & (gradient > 0))
-    return tl.where(mean == mean, mean, ENOUGH)
+    known = known & (gradient > 0)
+    some = tl.zeros_like(gradient) + tl.sum(known.to(tl.float64), 0) > 0
+    return tl.where(some, _mean(_larger(1 - variance / gradient, WORST), known), ENOUGH)
 
 
 @triton.jit
@@ -307,7 +309,7 @@ def decide(
     if MEASURES:
         n = tl.load(samples + unit, mask=valid, other=0.0) if COUNTED else tl.zeros_like(gg) + samples
         v = (n / (n - 1)) * (tl.load(row + 5, mask=valid, other=0.0) - raw_gg / n)  # V̂
-        measured = live & (n > 1) & (gg > 0)
+        measured = live & (n > 1) & (gg > 0) & (v < INFINITY)
     else:
         v = tl.load(helds + unit, mask=valid, other=0.0)
         measured = live & (v == v) & (gg > 0)
@@ -318,7 +320,7 @@ def decide(
     estimate = gm / correction
     noise = tl.where(seen > 0, _larger(_corrected(variance, seen), 0.0), _corrected(gradient, age))
     alignment = tl.where(later, _drawn(alignment, estimate, MOMENTUM), alignment)
-    travels = _travels(alignment / correction, noise, tl.sqrt(_corrected(usual, age - 1)), age)
+    travels = _travels(alignment / correction, noise, tl.sqrt(_corrected(usual, age - 1)), age, live)
     count += live.to(tl.float64)
     count = tl.where(live & travels, count / 2, count)
 

@@ -12,7 +12,7 @@ from autoopt.oracle import relative
 
 
 class Robust:
-    """u = β u + (1 - β) g, d = u/ĥ, w ← w - ρ |w| d / rms|d|; ρ falls with n, and n while the data shifts."""
+    """u = β u + (1 - β) g, d = u/ĥ, w ← w - ρ |w| d / rms|d| or less; ρ falls with n, and n while the data shifts."""
 
     asks_mm = False
 
@@ -69,7 +69,7 @@ class Robust:
         noise = torch.where(known["measured"] > 0, spread.clamp_min(0), whole)  # no spread seen: all may be noise
         aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
         aligned = bucket.keep("alignment", later, aligned)
-        travels = relative.travels(aligned / correction, noise, usual.sqrt(), age)
+        travels = relative.travels(aligned / correction, noise, usual.sqrt(), age, live)
         bucket.keep("count", live & travels, known["count"] / 2)
 
     def chosen(self, bucket: Bucket) -> tuple[Tensor, Tensor]:

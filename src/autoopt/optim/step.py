@@ -162,7 +162,7 @@ def _judged(
 
     square, samples = of_samples
     variance = oracle.variance(square, raw_gg, samples)  # V̂, of the gradient alone: decay has no noise
-    measured = live & (samples > 1) & (gg > 0)
+    measured = live & (samples > 1) & (gg > 0) & (variance < torch.inf)  # in the metric, which may be tiny
     bucket.keep("noise", measured, variance.clamp_min(0) / raw_gg)
     if HELD in bucket.statistics:
         bucket.keep(HELD, measured, variance)

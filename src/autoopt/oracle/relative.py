@@ -9,12 +9,13 @@ from torch import Tensor
 
 MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise: the last hundred steps
-LARGEST = 0.006  # relative step that no tensor exceeds, but at the start
+LARGEST = 0.006  # relative step of the usual length that no tensor exceeds, but at the start
 EARLY = 0.009  # that it does not exceed at the start, where
 SIGNAL = 0.016  # it is at most this times the root of the share of signal in the gradient
 DECAY = 0.2  # the relative step after n steps is at most DECAY/√n, and less where
 ENOUGH = 0.03  # the share of signal is below this: in proportion to its root,
 LEAST = 0.5  # down to this part
+WORST = -1.0  # share of signal that a unit has at least: where all that samples add cancels, V̂/<g, g> has no bound
 WARM_UP = 100  # steps over which the relative step rises to its size
 LONGEST = 1.75  # no direction counts as longer than so many times its usual length: gradients jump when the data shifts
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least: biases start at zero
@@ -28,8 +29,8 @@ USUAL = 100  # steps before it is known how large an alignment is usual
 def signal(variance: Tensor, gradient: Tensor, known: Tensor) -> Tensor:
     """s, the share of signal in the gradient: 1 - V̂/<g, g>, in the mean over the units of which that is known.
 
-    One answer for all units: that of one is mostly noise, as few samples are looked at in a large layer. ENOUGH where
-    nothing is known.
+    One answer for all units: that of one is mostly noise, as few samples are looked at in a large layer, and that of a
+    bias before BatchNorm, whose gradient is nothing but rounding, is anything. ENOUGH where nothing is known.
 
     Args:
         variance: V̂ of each unit, averaged.
@@ -37,7 +38,7 @@ def signal(variance: Tensor, gradient: Tensor, known: Tensor) -> Tensor:
         known: which units take this step, and had their V̂ measured at some time.
     """
     known = known & (gradient > 0)
-    shares = torch.where(known, 1 - variance / gradient, 0.0)
+    shares = torch.where(known, (1 - variance / gradient).clamp_min(WORST), 0.0)
     return torch.where(known.any(), shares.sum() / known.sum(), ENOUGH)
 
 
@@ -80,7 +81,7 @@ def rate(
     return torch.where(usual > smallest * elements, alpha, 0.0)
 
 
-def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor) -> Tensor:
+def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor, live: Tensor) -> Tensor:
     """Whether the weights travel, one answer for all units: after a shift of the data, and at the very start.
 
     Around a minimum successive gradients share nothing but their noise, which is independent: <g_t, u_{t-1}> is zero or
@@ -93,9 +94,10 @@ def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor) -> Ten
         noise: V̂ of each unit, averaged; before this step.
         usual: the root mean square of <g_t, u_{t-1}>; before this step.
         age: t of each unit.
+        live: which units take this step. What another one was like when it did says nothing.
     """
     limits = torch.stack([STEADY * noise, usual])
-    known = torch.stack([age > FIRST, age > USUAL]) & (limits > 0)
+    known = torch.stack([age > FIRST, age > USUAL]) & (limits > 0) & live
     ratios = torch.where(known, alignment / limits, 0.0).sum(1) / known.sum(1)  # of units of which both are known
     return (ratios > 1).any()  # without any such unit the ratio is no number, which is not above 1
 

@@ -23,6 +23,7 @@ SIGNAL = 0.016  # times the root of the share of signal
 DECAY = 0.2  # ρ after n steps is at most DECAY/√n, and less where
 ENOUGH = 0.03  # the share of signal is below this: in proportion to its root,
 LEAST = 0.5  # down to this part
+WORST = -1.0  # share of signal that a tensor has at least
 WARM_UP = 100  # steps
 LONGEST = 1.75  # times its usual length that a direction counts as at most
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
@@ -34,7 +35,7 @@ USUAL = 100  # steps before it is known how large an alignment is usual
 
 
 class Robust(Automatic):
-    """u = β u + (1 - β) g, d = u/h, w -= ρ |w| d / rms|d|; ρ falls with n, and n while the data shifts."""
+    """u = β u + (1 - β) g, d = u/h, w -= ρ |w| d / rms|d| or less; ρ falls with n, and n while the data shifts."""
 
     options: ClassVar[Mapping[str, float]] = {"lr": 1.0}
 
@@ -116,8 +117,8 @@ class Robust(Automatic):
         steady = aligned / correction
         noise = state["noise"] / (1 - state["smoothing_power"])  # before this step
         usual = (state["usual"] / (1 - state["smoothing_power"] / SMOOTHING)).sqrt()  # the first step had none
-        beyond_noise = self._mean_ratio(steady, noise, age > FIRST) > STEADY
-        return aligned, squares, beyond_noise | (self._mean_ratio(steady, usual, age > USUAL) > 1)
+        beyond_noise = self._mean_ratio(steady, noise, live & (age > FIRST)) > STEADY
+        return aligned, squares, beyond_noise | (self._mean_ratio(steady, usual, live & (age > USUAL)) > 1)
 
     def _mean_ratio(self, above: Tensor, below: Tensor, known: Tensor) -> Tensor:
         """The mean over the tensors of a run of which both are known, (K, 1)."""
@@ -132,7 +133,7 @@ class Robust(Automatic):
         """s, the share of signal in the gradients of this step, (K, 1); of one sample nothing is known."""
         if self.batch == 1:
             return torch.full_like(noise[:, :1], ENOUGH)
-        return self._mean_ratio(whole - noise, whole, live)
+        return self._mean_ratio((whole - noise).maximum(WORST * whole), whole, live)
 
     def _ratio(self, count: Tensor, age: Tensor, share: Tensor) -> Tensor:
         """ρ."""
