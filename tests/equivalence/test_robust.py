@@ -126,6 +126,22 @@ def test_layers_frozen_while_they_travelled_hold_nobody_back() -> None:
     assert optimizer.state[model[2].weight]["count"] > 200
 
 
+@pytest.mark.parametrize("kind", ["adam", "adagrad"])  # Σ c²/ĥ is infinite where g is zero, and with it ĥ
+def test_a_variance_that_overflows_harms_nobody(kind: str) -> None:
+    """What huge contributions that cancel leave is a gradient of zero and no V̂; that one tensor knows none is all."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = KINDS[kind](model)
+    for step in range(10):
+        x = torch.randn(8, 4)
+        loss = (model(x) - x[:, :3])[:, 1:].square().mean()
+        if step == 0:
+            loss = loss + (1e16 * torch.tensor([1.0, -1.0] * 4) * model[2](torch.ones(8, 8))[:, 0]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_too_small_to_square_moves_no_weight_far(kind: str) -> None:
     """Squares of float32 are inexact from 1e-38 on and zero from 1e-45 on; g may keep one where u = g/10 does not."""

@@ -135,10 +135,10 @@ class Ledger:
             self._drop()
         self.aside.join()
         uses, self._uses = self._uses, {}
+        later, self._later = self._later, []
         with torch.no_grad():
-            for work in self._later:
+            for work in later:
                 work()
-            self._later = []
             if self.current.group is None:  # else the gradients are averages over ranks
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():

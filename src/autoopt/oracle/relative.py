@@ -38,8 +38,7 @@ def signal(variance: Tensor, gradient: Tensor, known: Tensor) -> Tensor:
         known: which units take this step, and had their V̂ measured at some time.
     """
     known = known & (gradient > 0)
-    shares = torch.where(known, (1 - variance / gradient).clamp_min(WORST), 0.0)
-    return torch.where(known.any(), shares.sum() / known.sum(), ENOUGH)
+    return torch.where(known.any(), _mean((1 - variance / gradient).clamp_min(WORST), known), ENOUGH)
 
 
 def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
@@ -98,8 +97,12 @@ def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor, live: 
     """
     limits = torch.stack([STEADY * noise, usual])
     known = torch.stack([age > FIRST, age > USUAL]) & (limits > 0) & live
-    ratios = torch.where(known, alignment / limits, 0.0).sum(1) / known.sum(1)  # of units of which both are known
-    return (ratios > 1).any()  # without any such unit the ratio is no number, which is not above 1
+    return (_mean(alignment / limits, known) > 1).any()  # without any such unit it is no number, which is not above 1
+
+
+def _mean(values: Tensor, known: Tensor) -> Tensor:
+    """Over the units, on the last axis, of which it is known; no number where there are none."""
+    return torch.where(known, values, 0.0).sum(-1) / known.sum(-1)
 
 
 def newest(count: Tensor) -> Tensor:
