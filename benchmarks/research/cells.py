@@ -5,9 +5,9 @@
 Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
 half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2:
 four bounds of |w| with five seeds each; stage 3: larger steps at the start; stage 4: the shift alone, with three bounds
-of the length of a step and ten seeds. (The decay by the share of signal, which came later, is in all of them now.) One
-line of JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so several train at once, on streams of
-their own.
+of the length of a step and ten seeds. (What came later is in all of them now: the decay by the share of signal, and
+first steps that go by it.) One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so several
+train at once, on streams of their own.
 """
 
 import argparse
@@ -58,8 +58,8 @@ THIRD: dict[str, dict[str, float]] = {  # before the length of a step was bounde
     "growth 1, early 0.009": {"GROWTH": 1},
 }
 FOURTH: dict[str, dict[str, float]] = {
-    "longest 1.75": {},  # the rule as it is
-    "longest 1.5": {"LONGEST": 1.5},
+    "longest 1.5": {},  # the rule as it is
+    "longest 1.75": {"LONGEST": 1.75},
     "any length": {"LONGEST": 1e9},
 }
 VARIANTS: dict[str, dict[str, float]] = {

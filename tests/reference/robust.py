@@ -77,12 +77,13 @@ class _Tensor:
     def move(self, count: float, share: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h
         self.sizes.append((d * d).sum().item())
-        largest = max(0.006, min(0.009, 0.2 / self.t**0.5, 0.016 * max(share, 0) ** 0.5))
-        self.decay = 0.2 * max(0.5, min(1, (max(share, 0) / 0.03) ** 0.5))
+        largest = max(0.006, min(0.014, 0.2 / self.t**0.5, 0.06 * max(share, 0) ** 1.5))
+        less, more = (max(share, 0) / 0.03) ** 0.5, (max(share, 0) / 0.15) ** 0.5
+        self.decay = 0.2 * max(0.5, min(1, less)) * max(1, min(1.5, more))
         ratio = min(largest, self.decay / max(count, 1) ** 0.5) * min(1, self.t / 100)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
-        self.rate = ratio * length / max(recent(self.sizes), self.sizes[-1] / 1.75**2) ** 0.5
+        self.rate = ratio * length / max(recent(self.sizes), self.sizes[-1] / 1.5**2) ** 0.5
         self.weight = self.weight - self.rate * d
         newest = 5 / (max(count, 1) + 4)
         self.average = (1 - newest) * self.average + newest * self.weight

@@ -32,6 +32,8 @@ DECAY = tl.constexpr(relative.DECAY)
 ENOUGH = tl.constexpr(relative.ENOUGH)
 ROOT_ENOUGH = tl.constexpr(relative.ENOUGH**0.5)
 LEAST = tl.constexpr(relative.LEAST)
+ROOT_CLEAR = tl.constexpr(relative.CLEAR**0.5)
+MOST = tl.constexpr(relative.MOST)
 WORST = tl.constexpr(relative.WORST)
 WARM_UP = tl.constexpr(relative.WARM_UP)
 LONGEST = tl.constexpr(relative.LONGEST)
@@ -252,8 +254,9 @@ def _signal(variance, gradient, known):
 def _relative_step(count, age, share):
     """As `relative.relative_step`."""
     root = tl.sqrt(_larger(share, 0.0))
-    largest = _smaller(_larger(_smaller(1 / tl.sqrt(age) * DECAY, root * SIGNAL), LARGEST), EARLY)
-    decay = _smaller(_larger(root / ROOT_ENOUGH, LEAST), 1.0) * DECAY
+    largest = _smaller(_larger(_smaller(1 / tl.sqrt(age) * DECAY, root * root * root * SIGNAL), LARGEST), EARLY)
+    less, more = _smaller(_larger(root / ROOT_ENOUGH, LEAST), 1.0), _smaller(_larger(root / ROOT_CLEAR, 1.0), MOST)
+    decay = less * more * DECAY
     return _smaller(1 / tl.sqrt(count) * decay, largest) * _smaller(age / WARM_UP, 1.0)
 
 
