@@ -96,6 +96,15 @@ def test_the_engine_has_the_librarys_defaults(kind: str, rule: str) -> None:
     assert options == {name: group[name] for name in options}
 
 
+def test_the_engine_has_the_librarys_relative_step() -> None:
+    """Also where the runs above do not come to: after thousands of steps, with any share of signal."""
+    grid = [torch.tensor(values, dtype=torch.float64) for values in ((0.5, 7, 400, 4e3, 1e5), (1, 250, 1e5))]
+    share = torch.linspace(-1, 1, 41, dtype=torch.float64)
+    count, age, share = (table.reshape(-1, 1) for table in torch.meshgrid(*grid, share, indexing="ij"))
+    engines = robust.Robust._ratio(None, count, age, share)  # type: ignore[arg-type]
+    torch.testing.assert_close(engines, oracle.relative.relative_step(count, age, share), rtol=1e-14, atol=0)
+
+
 def test_the_engine_has_the_librarys_constants() -> None:
     def constants(module: Any) -> dict[str, float]:
         assigned = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Assign)]

@@ -8,6 +8,18 @@ import torch
 from torch import Tensor
 
 
+def decay(share: float) -> float:
+    """c, by the share of signal s."""
+    less, more = (max(share, 0) / 0.03) ** 0.5, (max(share, 0) / 0.15) ** 0.5
+    return 0.2 * max(0.5, min(1, less)) * max(1, min(1.5, more))
+
+
+def relative_step(count: float, age: int, share: float) -> float:
+    """ρ, n steps after the last shift and t altogether."""
+    largest = max(0.006, min(0.014, 0.2 / age**0.5, 0.06 * max(share, 0) ** 1.5))
+    return min(largest, decay(share) / max(count, 1) ** 0.5) * min(1, age / 100)
+
+
 class NaiveRobust:
     """The tensors of a model under the robust rule, given their c_i. `metric` is "sgd", "adam" or "adagrad"."""
 
@@ -77,13 +89,11 @@ class _Tensor:
     def move(self, count: float, share: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h
         self.sizes.append((d * d).sum().item())
-        largest = max(0.006, min(0.014, 0.2 / self.t**0.5, 0.06 * max(share, 0) ** 1.5))
-        less, more = (max(share, 0) / 0.03) ** 0.5, (max(share, 0) / 0.15) ** 0.5
-        self.decay = 0.2 * max(0.5, min(1, less)) * max(1, min(1.5, more))
-        ratio = min(largest, self.decay / max(count, 1) ** 0.5) * min(1, self.t / 100)
+        self.decay = decay(share)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
-        self.rate = ratio * length / max(recent(self.sizes), self.sizes[-1] / 1.5**2) ** 0.5
+        size = max(recent(self.sizes), self.sizes[-1] / 1.5**2) ** 0.5
+        self.rate = relative_step(count, self.t, share) * length / size
         self.weight = self.weight - self.rate * d
         newest = 5 / (max(count, 1) + 4)
         self.average = (1 - newest) * self.average + newest * self.weight

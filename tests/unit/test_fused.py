@@ -398,7 +398,7 @@ class TestDecision:
         def signed(spread: float = 3.0) -> Tensor:
             return numbers(spread) * torch.randn(units, dtype=torch.float64).to(DEVICE)
 
-        longest = (3, 15, 130, 400)[number % 4]
+        longest = (3, 15, 400, 20_000)[number % 4]
         age = torch.randint(0, longest, (units,)).double().to(DEVICE)
         known = {
             "count": (age * torch.rand(units, dtype=torch.float64).to(DEVICE)).ceil(), "noise": signed(),
