@@ -58,8 +58,8 @@ THIRD: dict[str, dict[str, float]] = {  # before the length of a step was bounde
     "growth 1, early 0.009": {"GROWTH": 1},
 }
 FOURTH: dict[str, dict[str, float]] = {
-    "longest 1.5": {},  # the rule as it is
-    "longest 1.75": {"LONGEST": 1.75},
+    "longest 1.6": {},  # the rule as it is
+    "longest 1.5": {"LONGEST": 1.5},
     "any length": {"LONGEST": 1e9},
 }
 VARIANTS: dict[str, dict[str, float]] = {

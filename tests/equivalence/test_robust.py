@@ -108,8 +108,8 @@ def test_no_step_is_long_even_where_the_gradient_jumps(kind: str) -> None:
         optimizer.zero_grad()
         ((1e4 if step >= 200 else 1) * (model(x) - x[:, :30]).square().mean()).backward()
         optimizer.step()
-        largest = 0.014 if kind == "sgd" else 0.006  # of Adam's gradient, in its metric, little is signal
-        assert (model.weight - before).norm() <= 1.5 * largest * before.norm() * (1 + 1e-12), step
+        largest = 0.009 if kind == "sgd" else 0.006  # of Adam's gradient, in its metric, little is signal
+        assert (model.weight - before).norm() <= 1.6 * largest * before.norm() * (1 + 1e-12), step
 
 
 def test_layers_frozen_while_they_travelled_hold_nobody_back() -> None:

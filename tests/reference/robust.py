@@ -16,7 +16,7 @@ def decay(share: float) -> float:
 
 def relative_step(count: float, age: int, share: float) -> float:
     """ρ, n steps after the last shift and t altogether."""
-    largest = max(0.006, min(0.014, 0.2 / age**0.5, 0.06 * max(share, 0) ** 1.5))
+    largest = max(0.006, min(0.009, 0.2 / age**0.5, 0.06 * max(share, 0) ** 1.5))
     return min(largest, decay(share) / max(count, 1) ** 0.5) * min(1, age / 100)
 
 
@@ -92,7 +92,7 @@ class _Tensor:
         self.decay = decay(share)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
-        size = max(recent(self.sizes), self.sizes[-1] / 1.5**2) ** 0.5
+        size = max(recent(self.sizes), self.sizes[-1] / 1.6**2) ** 0.5
         self.rate = relative_step(count, self.t, share) * length / size
         self.weight = self.weight - self.rate * d
         newest = 5 / (max(count, 1) + 4)

@@ -30,5 +30,5 @@ def test_long_runs_take_longer_steps_where_the_signal_is_clear() -> None:
 
 
 def test_first_steps_are_long_only_where_the_signal_is_clear() -> None:
-    first = [relative_step(number(150), number(150), number(share)).item() for share in (0.0, 0.2, 0.3, 0.5)]
-    assert first == pytest.approx([0.006, 0.006, 0.06 * 0.3**1.5, 0.014])
+    first = [relative_step(number(150), number(150), number(share)).item() for share in (0.0, 0.2, 0.25, 0.5)]
+    assert first == pytest.approx([0.006, 0.006, 0.06 * 0.25**1.5, 0.009])

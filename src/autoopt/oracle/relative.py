@@ -10,7 +10,7 @@ from torch import Tensor
 MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise: the last hundred steps
 LARGEST = 0.006  # relative step of the usual length that no tensor exceeds, but at the start
-EARLY = 0.014  # that it does not exceed at the start, where
+EARLY = 0.009  # that it does not exceed at the start, where
 SIGNAL = 0.06  # it is at most this times s^1.5, s being the share of signal in the gradient
 DECAY = 0.2  # the relative step after n steps is at most DECAY/√n, but less where
 ENOUGH = 0.03  # s is below this: in proportion to its root,
@@ -19,7 +19,7 @@ CLEAR = 0.15  # s is above this: in proportion to its root,
 MOST = 1.5  # up to so many times
 WORST = -1.0  # share of signal that a unit has at least: where all that samples add cancels, V̂/<g, g> has no bound
 WARM_UP = 100  # steps over which the relative step rises to its size
-LONGEST = 1.5  # no direction counts as longer than so many times its usual length: gradients jump when the data shifts
+LONGEST = 1.6  # no direction counts as longer than so many times its usual length: gradients jump when the data shifts
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least: biases start at zero
 GROWTH = 2  # and at most so many times what it had at the start: noise makes weights grow, and must not feed on that
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run

@@ -18,7 +18,7 @@ from autoopt_lab.engine.rules import State, Step, Trace, divided
 MOMENTUM = 0.9  # β of the gradient estimate
 SMOOTHING = 0.99  # of sizes and noise
 LARGEST = 0.006  # relative step ρ, but at the start
-EARLY = 0.014  # there, and
+EARLY = 0.009  # there, and
 SIGNAL = 0.06  # times s^1.5, s being the share of signal
 DECAY = 0.2  # ρ after n steps is at most DECAY/√n, but less where
 ENOUGH = 0.03  # s is below this: in proportion to its root,
@@ -27,7 +27,7 @@ CLEAR = 0.15  # s is above this: in proportion to its root,
 MOST = 1.5  # up to so many times
 WORST = -1.0  # share of signal that a tensor has at least
 WARM_UP = 100  # steps
-LONGEST = 1.5  # times its usual length that a direction counts as at most
+LONGEST = 1.6  # times its usual length that a direction counts as at most
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
 GROWTH = 2  # and at most so many times that of its start
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
