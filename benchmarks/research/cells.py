@@ -4,10 +4,10 @@
 
 Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
 half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2:
-four bounds of |w| with five seeds each; stage 3: larger steps at the start; stage 4: the shift alone, with thirty seeds,
-and two other bounds of the length of a step with ten. (What came later is in all of them now: the decay by the share of signal, and
-first steps that go by it.) One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so several
-train at once, on streams of their own.
+four bounds of |w| with five seeds each; stage 3: larger steps at the start; stage 4: the shift alone, with thirty
+seeds, and with two other bounds of the length of a step with ten. (What came later is in all of them now: the decay by
+the share of signal, and first steps that go by it.) One line of JSON per run (docs/research.md). Chunks of few runs
+leave a GPU idle, so several train at once, on streams of their own.
 """
 
 import argparse
