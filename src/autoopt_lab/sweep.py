@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -146,7 +147,9 @@ def train_chunk(jobs: list[Job], conditions: Conditions, folder: Path | None, de
         if device.startswith("cuda"):
             torch.cuda.current_stream(device).synchronize()  # or the clock would show when the work was handed over
         ends.append(time.monotonic())
-        left = (conditions.epochs - epoch) * (ends[-1] - ends[-2] if epoch > 1 else 0)  # the first builds kernels, too
+        # The first epoch builds kernels, too, and any is slow while many chunks share a device: the fastest one counts
+        fastest = min((end - start for start, end in itertools.pairwise(ends[1:])), default=0.0)
+        left = (conditions.epochs - epoch) * fastest
         if epoch < conditions.epochs and (ends[-1] + left > deadline or devices.here.stopping()):
             raise _GivenUpError
 

@@ -14,7 +14,7 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from autoopt_lab.devices import DeviceError, devices
 from autoopt_lab.engine import Plan, Run, train
 from autoopt_lab.record import Conditions, Folder, Group, Job, Manifest, Part, RecordError, three_digits
 from autoopt_lab.results import Results, compact, load
-from autoopt_lab.sweep import SweepError, chunks, outstanding, sweep, widest
+from autoopt_lab.sweep import SweepError, chunks, outstanding, sweep, train_chunk, widest
 from autoopt_lab.tasks import digits
 
 
@@ -302,6 +302,21 @@ def test_a_chunk_that_cannot_end_in_time_is_given_up_and_so_are_those_like_it(
     assert len(finished) == len({chunk.jobs[0][:3] for chunk in finished})
     assert math.isfinite(sum(chunk.seconds for chunk in finished))
     assert not folder.parts()[0]
+
+
+def test_one_slow_epoch_gives_no_chunk_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While other chunks share the device; when they have ended, the rest goes faster."""
+    clock = iter([0.0, 50.0, 52.0, 72.0])  # the start, and the ends of three epochs of ten
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+
+    def three_epochs(*_: Any, on_epoch: Any, **__: Any) -> None:
+        for epoch in (1, 2, 3):
+            on_epoch(epoch)
+        raise KeyboardInterrupt  # enough seen
+
+    monkeypatch.setattr(module, "train", three_epochs)
+    with pytest.raises(KeyboardInterrupt):
+        train_chunk(manifest().jobs()[:1], replace(CONDITIONS, epochs=10), None, deadline=120)
 
 
 def test_the_digits_net_of_a_sweep_trains_like_the_model_of_the_demo() -> None:
