@@ -5,8 +5,8 @@
 Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
 half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2:
 four bounds of |w| with five seeds each; stage 3: larger steps at the start; stage 4: the shift alone, with thirty
-seeds, and with two other bounds of the length of a step with ten. (What came later is in all of them now: the decay by
-the share of signal, and first steps that go by it.) One line of JSON per run (docs/research.md). Chunks of few runs
+seeds, and with two other bounds of the length of a step with ten. (What came later is in them now: the decay by the
+share of signal in all, first steps by it in 3 and 4.) One line of JSON per run (docs/research.md). Chunks of few runs
 leave a GPU idle, so several train at once, on streams of their own.
 """
 
@@ -32,10 +32,10 @@ from autoopt_lab.engine.train import Chunk, make_backend
 from autoopt_lab.tasks import Data, cifar10, digits, mnist
 
 TASKS = {"mnist": mnist, "cifar10": cifar10, "digits": digits}
-CONSTANTS = {
-    name: getattr(robust, name)
-    for name in ("LARGEST", "DECAY", "WARM_UP", "WINDOW", "GROWTH", "EARLY", "SIGNAL", "LONGEST")
-}
+NAMES = (
+    "LARGEST", "EARLY", "SIGNAL", "DECAY", "ENOUGH", "LEAST", "CLEAR", "MOST", "WARM_UP", "LONGEST", "GROWTH", "WINDOW",
+)  # fmt: skip
+CONSTANTS = {name: getattr(robust, name) for name in NAMES}
 FIRST: dict[str, dict[str, float]] = {  # before |w| was bounded
     "base": {"LARGEST": 0.008},
     "cap 0.005": {"LARGEST": 0.005},

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt import AutoAdaGrad, AutoAdam, AutoSGD
+from autoopt import AutoAdaGrad, AutoAdam, AutoGaussNewton, AutoSGD
+from autoopt.oracle import relative
+from autoopt.oracle.relative import signal
 from reference import NaiveRobust, contributions
 
 KINDS: dict[str, Any] = {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad}
@@ -48,7 +50,7 @@ def test_equals_the_naive_rule_where_all_is_noise(kind: str) -> None:
     noise = [(batch(4)[0], torch.randint(3, (4,))) for _ in range(420)]
     naive = assert_equal(kind, 1, noise)
     assert max(naive.counts) > 300  # from 278 on it shows
-    assert min(tensor.decay for tensor in naive.tensors.values()) < 0.15
+    assert naive.decay < 0.15
 
 
 def assert_equal(kind: str, every: int, batches: list[tuple[Tensor, Tensor]]) -> NaiveRobust:
@@ -97,6 +99,28 @@ def test_the_scale_of_the_loss_changes_nothing(kind: str, scale: float) -> None:
         assert (one - other).abs().max() <= 1e-12 * one.abs().max()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_one_sample_in_between_are_taken_for_no_signal(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch of an epoch may be that small: its gradient is large, and it has no spread to be held against."""
+    shares: list[float] = []
+    monkeypatch.setattr(relative, "signal", lambda *given: noted(shares, signal(*given)))
+    model = nn.Linear(20, 10).double()
+    optimizer = KINDS[kind](model)
+    for step in range(300):
+        x = torch.randn(1 if step % 20 == 19 else 32, 20, dtype=torch.float64)
+        optimizer.zero_grad()
+        loss_of(x, torch.randint(10, (len(x),)), model).backward()  # labels that mean nothing
+        optimizer.step()
+    late = shares[100:]
+    assert len(late) == 200
+    assert abs(sum(late)) / len(late) < 0.1  # 0.6 and more, were they taken in
+
+
+def noted(values: list[float], value: Tensor) -> Tensor:
+    values.append(value.item())
+    return value
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam"])  # AdaGrad's metric grows with the gradient at once
 def test_no_step_is_long_even_where_the_gradient_jumps(kind: str) -> None:
     """Lengths are relative to those of the last steps, which know nothing of a loss that is 10,000 times larger."""
@@ -142,14 +166,15 @@ def test_a_variance_that_overflows_harms_nobody(kind: str) -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_too_small_to_square_moves_no_weight_far(kind: str) -> None:
+@pytest.mark.parametrize("make", [*KINDS.values(), AutoGaussNewton])
+def test_a_gradient_too_small_to_square_moves_no_weight_far(make: Any) -> None:
     """Squares of float32 are inexact from 1e-38 on and zero from 1e-45 on; g may keep one where u = g/10 does not."""
     for exponent in range(170, 250):
         model = nn.Linear(8, 4)
-        optimizer = KINDS[kind](model)
+        optimizer = make(model)
         x, before = torch.randn(16, 8), model.weight.detach().clone()
         (10 ** (-exponent / 10) * (model(x) - x[:, :4]).square().mean()).backward()
         optimizer.step()
         optimizer.detach()
         assert (model.weight - before).norm() <= 0.006 * before.norm(), exponent
+        assert model.bias.isfinite().all(), exponent

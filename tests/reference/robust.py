@@ -41,6 +41,7 @@ class NaiveRobust:
                 break
         shares = [share for share in (tensor.share() for tensor, _ in tensors) if share is not None]
         share = sum(shares) / len(shares) if shares else 0.03
+        self.decay = decay(share)
         for tensor, _ in tensors:
             tensor.move(self.count, share)
         self.counts.append(self.count)
@@ -57,7 +58,7 @@ class _Tensor:
         self.square = torch.zeros_like(self.weight)
         self.t = 0
         self.sizes: list[float] = []  # |d|² of every step
-        self.gradients: list[float] = []  # <g, g> of every step
+        self.gradients: list[float] = []  # <g, g> of every step with a spread, of all while none had one
         self.variances: list[float] = []  # V̂ of every step with a spread
         self.alignments: list[float] = []  # <g, u> of every step but the first
         self.rate = 0.0
@@ -76,8 +77,11 @@ class _Tensor:
             self.variances += self.variances[-1:]  # the last V̂ again
         elif N > 1:
             spread = sum((((c - g / N) ** 2) / h).sum().item() for c in contributions)
+            if not self.variances:
+                self.gradients = []  # those of batches without a spread
             self.variances.append(N / (N - 1) * spread)  # V̂ of g = Σ c_i
-        self.gradients.append((g * g / h).sum().item())
+        if N > 1 or not measures or not self.variances:
+            self.gradients.append((g * g / h).sum().item())
         self.t += 1
         self.estimate = 0.9 * self.estimate + 0.1 * g
         return ratios
@@ -89,7 +93,6 @@ class _Tensor:
     def move(self, count: float, share: float) -> None:
         d = self.estimate / (1 - 0.9**self.t) / self.h
         self.sizes.append((d * d).sum().item())
-        self.decay = decay(share)
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
         size = max(recent(self.sizes), self.sizes[-1] / 1.6**2) ** 0.5

@@ -408,6 +408,9 @@ class TestDecision:
             "measured": torch.minimum(age, torch.randint(0, longest, (units,)).double().to(DEVICE)),
             "alignment": signed().abs() * (-1.0, 1.0, 100.0)[number % 3], "usual": numbers(), "rate": numbers(),
         }  # fmt: skip
+        if number % 2:  # a share of signal between its bounds
+            noise = 1.1 - 0.7 * torch.rand(units, dtype=torch.float64).to(DEVICE)
+            known["variance"] = known["gradient"] * noise
         assert known.keys() == bucket.statistics.keys()
         for name, value in known.items():
             bucket.statistics[name].copy_(value)

@@ -12,6 +12,8 @@ from autoopt.optim.bucket import masked
 from autoopt.optim.options import Shared, number
 from autoopt.optim.reading import Reading
 
+LOST = 1e5  # times the smallest number that is exact, below which a curvature is none
+
 
 class AutoGaussNewton(AutoOptimizer):
     """A diagonal Gauss-Newton method, with an automatic learning rate and momentum for every tensor.
@@ -60,6 +62,8 @@ class AutoGaussNewton(AutoOptimizer):
             none = bucket.spread(bucket.sum(curvature)) == 0  # its first step measured nothing
             curvature.lerp_(square, torch.where(none, bucket.one, newest) * rows)
         mean = bucket.spread(bucket.sum(curvature) / bucket.elements)
-        # a unit that has not moved yet has no curvature, and none of what it gets is used
-        metric: Tensor = curvature + group["damping"] * mean + (mean == 0).to(mean)
+        # a unit that has not moved yet has no curvature, and none of what it gets is used; where that is so small that
+        # little is left of it but rounding, the direction would be infinite
+        none = mean < LOST * torch.finfo(mean.dtype).tiny
+        metric: Tensor = curvature + group["damping"] * mean + none.to(mean)
         return metric

@@ -261,12 +261,12 @@ def _relative_step(count, age, share):
 
 
 @triton.jit
-def _rate(ratio, weights, start, elements, usual, now):
+def _rate(ratio, weights, start, elements, size, now):
     """As `relative.rate`."""
     least = elements * (FLOOR * FLOOR)
     bounded = _smaller(_larger(weights, least), _larger(start, least) * (GROWTH * GROWTH))
-    size = _larger(usual, now / (LONGEST * LONGEST))
-    return tl.where(usual > elements * SMALLEST, ratio * tl.sqrt(bounded / size), 0.0)
+    length = _larger(size, now / (LONGEST * LONGEST))
+    return tl.where(size > elements * SMALLEST, ratio * tl.sqrt(bounded / length), 0.0)
 
 
 @triton.jit
@@ -334,13 +334,15 @@ def decide(
     seen += measured.to(tl.float64)
     first = live & (age == 1)
     start = tl.where(first, weights, start)
-    gradient = tl.where(live, _drawn(gradient, gg, SMOOTHING), gradient)
+    with_gradient = measured | (live & (seen == 0))
+    gradient = tl.where(measured & (seen == 1), 0.0, gradient)  # it begins again with the first V̂
+    gradient = tl.where(with_gradient, _drawn(gradient, gg, SMOOTHING), gradient)
     variance = tl.where(measured, _drawn(variance, v, SMOOTHING), variance)
     now = direction / (correction * correction)
     size = tl.where(live, _drawn(size, now, SMOOTHING), size)
 
     # the length of the step
-    share = _signal(_corrected(variance, seen), _corrected(gradient, age), live & (seen > 0))
+    share = _signal(_corrected(variance, seen), _corrected(gradient, seen), live & (seen > 0))
     ratio = _relative_step(count, age, share)
     rate = tl.where(live, _rate(ratio, weights, start, of_all, _corrected(size, age), now), rate)
     newest = tl.full((BLOCK,), WINDOW + 1, tl.float64) / (_larger(count, 1.0) + WINDOW)
@@ -354,7 +356,7 @@ def decide(
     tl.store(ages + unit, age, mask=live)
     tl.store(starts + unit, start, mask=first)
     tl.store(sizes + unit, size, mask=live)
-    tl.store(gradients + unit, gradient, mask=live)
+    tl.store(gradients + unit, gradient, mask=with_gradient)
     tl.store(variances + unit, variance, mask=measured)
     tl.store(measurements + unit, seen, mask=measured)
     tl.store(alignments + unit, alignment, mask=later)

@@ -22,8 +22,7 @@ class Robust:
             "age": 0.0,  # t
             "start": 0.0,  # |w|² before the first step
             "size": 0.0,  # average of |d|²
-            "gradient": 0.0,  # average of <g,g>
-            "variance": 0.0, "measured": 0.0,  # average of V̂, and over how many steps
+            "gradient": 0.0, "variance": 0.0, "measured": 0.0,  # averages of <g,g> and V̂, and over how many steps
             "alignment": 0.0, "usual": 0.0,  # averages of <g,u> and of its square
             "rate": 0.0,
         }  # fmt: skip
@@ -38,35 +37,43 @@ class Robust:
         correction = 1 - known["carry"]  # u started at zero, and so did the alignment
         estimate = products.gm / correction
         later = live & (known["age"] > 0)  # the first step has no alignment
-        self._look(bucket, live, later, estimate, correction)
+        ever = known["measured"] > 0
+        self._look(bucket, live, later, ever, estimate, correction)
 
         correction = 1 - bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
         size, square = lengths()
         size = size / correction.square()
-        names = ("gradient", "usual", "variance", "size")
-        new = products.gg, estimate.square(), products.variance, size
-        smooth = torch._foreach_lerp([known[name] for name in names], list(new), 1 - relative.SMOOTHING)
-        where = live, later, measured, live
-        for each in zip(names, where, smooth, strict=True):
+        known["gradient"].masked_fill_(measured > ever, 0.0)  # it begins again with the first V̂
+        new = {  # what is averaged, and for which units
+            "gradient": (products.gg, torch.where(ever, measured, live)),
+            "variance": (products.variance, measured),
+            "usual": (estimate.square(), later),
+            "size": (size, live),
+        }
+        values, units = zip(*new.values(), strict=True)
+        drawn = torch._foreach_lerp([known[name] for name in new], list(values), 1 - relative.SMOOTHING)
+        for each in zip(new, units, drawn, strict=True):
             bucket.keep(*each)
         seen = bucket.keep("measured", measured, known["measured"] + 1)
         age = bucket.keep("age", live, known["age"] + 1)
         start = bucket.keep("start", live & (age == 1), square)
 
-        averages = torch.stack([known["variance"], known["gradient"], known["size"]])
-        spread, whole, average = _corrected(averages, torch.stack([seen, age, age]))
+        averages = torch.stack([known["variance"], known["gradient"], known["size"]])  # with this step in them
+        spread, whole, average = _corrected(averages, torch.stack([seen, seen, age]))  # a batch of one has no part in s
         share = relative.signal(spread, whole, live & (seen > 0))
         ratio = relative.relative_step(known["count"], age, share)
         smallest = torch.finfo(bucket.compute).tiny
         rate = relative.rate(ratio, square, start, bucket.elements, average, size, smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
 
-    def _look(self, bucket: Bucket, live: Tensor, later: Tensor, estimate: Tensor, correction: Tensor) -> None:
+    def _look(
+        self, bucket: Bucket, live: Tensor, later: Tensor, ever: Tensor, estimate: Tensor, correction: Tensor
+    ) -> None:
         """See whether the weights travel, by what was known before this step and by its alignment; n falls if so."""
         known, age = bucket.statistics, bucket.statistics["age"]
         averages = torch.stack([known["variance"], known["gradient"], known["usual"]])
         spread, whole, usual = _corrected(averages, torch.stack([known["measured"], age, age - 1]))
-        noise = torch.where(known["measured"] > 0, spread.clamp_min(0), whole)  # no spread seen: all may be noise
+        noise = torch.where(ever, spread.clamp_min(0), whole)  # no spread seen: all may be noise
         aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
         aligned = bucket.keep("alignment", later, aligned)
         travels = relative.travels(aligned / correction, noise, usual.sqrt(), age, live)

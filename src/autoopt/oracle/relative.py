@@ -44,7 +44,9 @@ def signal(variance: Tensor, gradient: Tensor, known: Tensor) -> Tensor:
 
 
 def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
-    """ρ, the length of a step over that of the weights.
+    """ρ, the length of a step of the usual length over that of the weights: min(ρ₁, c/√n) · min(1, t/100).
+
+    ρ₁ is LARGEST, but for the start, while 0.2/√t is larger. c is 0.2, less where s is small, more where it is large.
 
     Args:
         count: n, steps since the data last changed.
@@ -54,11 +56,11 @@ def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
     root = share.clamp_min(0).sqrt()
     largest = torch.minimum(DECAY * age.rsqrt(), SIGNAL * root**3).clamp(LARGEST, EARLY)
     decay = DECAY * (root / ENOUGH**0.5).clamp(LEAST, 1) * (root / CLEAR**0.5).clamp(1, MOST)
-    return torch.minimum(decay * count.rsqrt(), largest) * (age / WARM_UP).clamp_max(1)  # count < 1: the largest too
+    return torch.minimum(decay * count.rsqrt(), largest) * (age / WARM_UP).clamp_max(1)  # n < 1: ρ₁ too
 
 
 def rate(
-    ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, usual: Tensor, now: Tensor, smallest: float
+    ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: Tensor, now: Tensor, smallest: float
 ) -> Tensor:
     """α such that a step α·d of the usual length has the length ρ·|w|, with |w| kept between two bounds.
 
@@ -72,14 +74,14 @@ def rate(
         weights: |w|².
         start: |w|² before the first step.
         elements: how many there are.
-        usual: the mean square length of the direction d over the last steps, this one among them.
+        size: the mean square length of the direction d over the last steps, this one among them.
         now: |d|² of this step.
         smallest: the square of an element that is still exact.
     """
     least = FLOOR**2 * elements
     bounded = torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least))
-    alpha = ratio * (bounded / torch.maximum(usual, now / LONGEST**2)).sqrt()
-    return torch.where(usual > smallest * elements, alpha, 0.0)
+    alpha = ratio * (bounded / torch.maximum(size, now / LONGEST**2)).sqrt()
+    return torch.where(size > smallest * elements, alpha, 0.0)
 
 
 def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor, live: Tensor) -> Tensor:
