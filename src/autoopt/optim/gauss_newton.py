@@ -64,6 +64,6 @@ class AutoGaussNewton(AutoOptimizer):
         mean = bucket.spread(bucket.sum(curvature) / bucket.elements)
         # a unit that has not moved yet has no curvature, and none of what it gets is used; where that is so small that
         # little is left of it but rounding, the direction would be infinite
-        none = mean < LOST * torch.finfo(mean.dtype).tiny
-        metric: Tensor = curvature + group["damping"] * mean + none.to(mean)
+        lost = mean < LOST * torch.finfo(mean.dtype).tiny
+        metric: Tensor = curvature + group["damping"] * mean + lost.to(mean)
         return metric

@@ -44,9 +44,10 @@ def signal(variance: Tensor, gradient: Tensor, known: Tensor) -> Tensor:
 
 
 def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
-    """ρ, the length of a step of the usual length over that of the weights: min(ρ₁, c/√n) · min(1, t/100).
+    """ρ, the length of a step of the usual length over that of the weights: min(ρ₁, c/√n) · min(1, t/WARM_UP).
 
-    ρ₁ is LARGEST, but for the start, while 0.2/√t is larger. c is 0.2, less where s is small, more where it is large.
+    ρ₁ is LARGEST, but for the start, while DECAY/√t is larger. c is DECAY, less where s is small, more where it is
+    large.
 
     Args:
         count: n, steps since the data last changed.
