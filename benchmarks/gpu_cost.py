@@ -18,7 +18,7 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -195,8 +195,7 @@ class Loop:
         return text + out.getvalue()
 
 
-@contextlib.contextmanager
-def without_mask() -> Iterator[None]:
+def without_mask() -> contextlib.AbstractContextManager[Any]:
     """Keeps transformers 5.17 from making a mask for the ViT while a graph is recorded.
 
     It masks nothing, but attention does without its fast kernels then: of any optimizer, the step takes twice as long.
@@ -204,8 +203,7 @@ def without_mask() -> Iterator[None]:
     """
     from transformers.utils import import_utils
 
-    with mock.patch.object(import_utils, "is_cuda_stream_capturing", return_value=False, create=True):
-        yield
+    return mock.patch.object(import_utils, "is_cuda_stream_capturing", return_value=False, create=True)
 
 
 def triton(on: bool) -> None:

@@ -141,8 +141,9 @@ class Robust(Automatic):
         """ρ."""
         root = share.clamp_min(0).sqrt()
         largest = torch.minimum(DECAY / age.sqrt(), SIGNAL * root**3).clamp(LARGEST, EARLY)
-        less = (root / ENOUGH**0.5).clamp_max(1).clamp_min(LEAST)  # research puts a number for each run in a constant's
-        more = (root / CLEAR**0.5).clamp_min(1).clamp_max(MOST)  # place, and clamp() takes no tensor beside a number
+        # one bound at a time: research puts a tensor in a constant's place, which clamp() takes beside no number
+        less = (root / ENOUGH**0.5).clamp_max(1).clamp_min(LEAST)
+        more = (root / CLEAR**0.5).clamp_min(1).clamp_max(MOST)
         decay = DECAY * less * more
         return torch.minimum(decay / count.clamp_min(1).sqrt(), largest) * (age / WARM_UP).clamp_max(1)
 
