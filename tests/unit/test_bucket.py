@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoopt.optim.bucket import ROW, Bucket, masked
+from autoopt.optim.bucket import ROW, Bucket, mask_
 
 SHAPES = [(), (3,), (ROW,), (2, 5, ROW), (4, 3, 2, 2)]
 
@@ -22,8 +22,8 @@ def test_masked_is_where(dtype: torch.dtype) -> None:
     matrix[::2, 0], matrix[::3, 1], matrix[0, 2] = torch.inf, torch.nan, -0.0
     rows = torch.tensor([True, False, False, True, True, False]).unsqueeze(1)
     expected = torch.where(rows, matrix, 0.0)
-    assert torch.equal(masked(matrix, rows).nan_to_num(7.0), expected.nan_to_num(7.0))
-    assert masked(matrix, rows)[~rows.squeeze(1)].count_nonzero() == 0
+    assert torch.equal(mask_(matrix.clone(), rows).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert mask_(matrix.clone(), rows)[~rows.squeeze(1)].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -32,7 +32,7 @@ def test_there_and_back(dtype: torch.dtype) -> None:
     tensors: list[torch.Tensor | None] = [torch.randn(shape).to(dtype) for shape in SHAPES]
     tensors[-1] = torch.randn(SHAPES[-1]).to(dtype).to(memory_format=torch.channels_last)
     tensors[1] = None
-    rows = layout.rows(tensors)
+    rows = layout.rows(tensors, "gradient")
     assert rows.dtype == layout.compute
     assert rows.shape[1] == ROW
     found = layout.tensors(rows)

@@ -55,7 +55,7 @@ def test_rows_are_in_the_order_of_memory() -> None:
     """Then neither a gradient nor a weight has to be copied to be read row by row."""
     weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     bucket = Bucket([("w", weight, 0)], {}, ["estimate"], [{}])
-    rows = bucket.rows([weight.detach()])
+    rows = bucket.rows([weight.detach()], "weights")
     assert torch.equal(rows.flatten()[:48], weight.detach().permute(0, 2, 3, 1).flatten())
     (view,) = bucket.tensors(rows)
     assert view.stride() == weight.stride()

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from autoopt.capture import Source
@@ -38,8 +39,9 @@ class AutoAdaGrad(AutoOptimizer):
         number("eps", options["eps"], above=0.0)
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
-        total = reading.bucket.buffers["square_sum"].addcmul_(gradient, gradient)
-        return total.sqrt().add_(reading.group["eps"])
+        bucket = reading.bucket
+        total = bucket.buffers["square_sum"].addcmul_(gradient, gradient)
+        return torch.sqrt(total, out=bucket.scratch("metric")).add_(reading.group["eps"])
 
     def _form(self, group: dict[str, Any]) -> Form:
         return Form("square_sum", None, group["eps"])

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
+from autoopt.optim.bucket import Bucket, add_
 from autoopt.optim.fused import Form
 from autoopt.optim.options import Shared, flag, number
 from autoopt.optim.reading import Reading
-from autoopt.optim.rmsprop import averaged
+from autoopt.optim.rmsprop import averaged_square
 from autoopt.optim.rule import Share
 
 
@@ -56,13 +57,13 @@ class AutoAdam(AutoOptimizer):
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         bucket, beta2 = reading.bucket, reading.group["beta2"]
-        average = averaged(bucket, "square_average", beta2, gradient.square(), rows)
+        average = averaged_square(bucket, "square_average", beta2, gradient, rows)
         if reading.group["amsgrad"]:
             largest = bucket.buffers["largest_square_average"]
             average = torch.maximum(largest, average, out=largest)
         # 1 - β2^t; a tensor that has not moved yet (t = 0) has an average of zero, and none of what it gets is used
         weight = bucket.column(1 - beta2 ** bucket.steps.clamp_min(1))
-        metric: Tensor = (average / weight).sqrt_().add_(reading.group["eps"])
+        metric: Tensor = torch.div(average, weight, out=bucket.scratch("metric")).sqrt_().add_(reading.group["eps"])
         return metric
 
     def _form(self, group: dict[str, Any]) -> Form | None:
@@ -90,5 +91,5 @@ class AutoNAdam(AutoAdam):
     Its options are those of `AutoAdam`.
     """
 
-    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
-        return kept * estimate + new * gradient
+    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
+        return add_(torch.mul(estimate, kept, out=bucket.scratch("spare")), gradient, new)

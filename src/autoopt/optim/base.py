@@ -291,12 +291,12 @@ class AutoOptimizer(Optimizer, ABC):
         """The names of the tensors that the metric keeps for each parameter."""
         return ()
 
-    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
+    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
         """What is stepped along, before the metric; ĝ was `kept`·ĝ + `new`·g."""
         return estimate
 
     def _moved(self, group: dict[str, Any], bucket: Bucket, change: Tensor, rows: Tensor) -> None:
-        """Learn from the change of the weights, where the metric does."""
+        """Learn from the change of the weights, where the metric does; nothing needs it after this."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the statistics that belong to them."""

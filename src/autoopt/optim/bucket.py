@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 from autoopt.capture import sharded, total
 
@@ -57,6 +56,7 @@ class Bucket:
         self.zero, self.one = self._zeros(), self._zeros() + 1
         self.absent = [self.zero.expand(p.shape) for p in here]  # what stands for a tensor that is not there
         self.pads = [self._zeros(r * ROW - p.numel()) for p, r in zip(here, rows, strict=True)]  # of the last row
+        self.shape = sum(rows), ROW
         starts = [*itertools.accumulate(rows, initial=0)]
         self.layouts = [p.stride() for p in self.params]
         # Elements keep the order that they have in memory (channels last, say), so that nothing has to be turned.
@@ -80,7 +80,7 @@ class Bucket:
         self.elements = torch.zeros(len(units), dtype=STATISTICS).index_add(0, unit_of, elements).to(self.device)
         self.tensors_per_unit = torch.bincount(unit_of, minlength=len(units)).to(self.device)
 
-        self.buffers = {name: self._zeros(sum(rows), ROW) for name in buffers}
+        self.buffers = {name: self._zeros(*self.shape) for name in buffers}
         self.steps = torch.zeros(len(self.params), dtype=STATISTICS, device=self.device)  # t of each tensor
         self.statistics = {name: self._start(value, len(units)) for name, value in statistics.items()}
         # addresses that the device knows, where it does, and whether all are those of 16 bytes each; see `fused`
@@ -89,6 +89,7 @@ class Bucket:
         self.spares: dict[str, tuple[Tensor, Tensor]] = {}
         self.recorded: list[tuple[Tensor, Tensor]] = []
         self._present: dict[tuple[bool, ...], Tensor] = {}
+        self._scratch: dict[str, Tensor] = {}
         self._restore([state[i] for i in order])
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -149,13 +150,28 @@ class Bucket:
             return list(tensors)
         return [None if tensor is None else sharded.local(tensor) for tensor in tensors]
 
-    def rows(self, tensors: Iterable[Tensor | None]) -> Tensor:
-        """Tensors in the order of `params` as one (rows, ROW) matrix; None is zeros."""
+    def rows(self, tensors: Iterable[Tensor | None], name: str) -> Tensor:
+        """Tensors in the order of `params` as one (rows, ROW) matrix, the scratch of that name; None is zeros."""
         flat: list[Tensor] = []
         for tensor, absent, order, pad in zip(tensors, self.absent, self.orders, self.pads, strict=True):
-            flat += [absent if tensor is None else tensor if order is None else tensor.permute(order), pad]
-        together: Tensor = _flatten_dense_tensors(flat)
-        return together.to(self.compute).view(-1, ROW)
+            here = absent if tensor is None else tensor if order is None else tensor.permute(order)
+            flat += [here.reshape(-1), pad]
+        matrix = self.scratch(name)
+        torch.cat(flat, out=matrix.view(-1))
+        return matrix
+
+    def scratch(self, name: str) -> Tensor:
+        """A (rows, ROW) matrix to write to, for the rest of the step or until its name is asked for again.
+
+        On a CPU each name has one that is kept: a large one that is new has to be given its pages by the system, which
+        takes several times what is then done with it. A GPU's allocator keeps them, and torch.compile needs few.
+        """
+        empty = functools.partial(torch.empty, self.shape, dtype=self.compute, device=self.device)
+        if self.device.type != "cpu" or torch.compiler.is_compiling():
+            return empty()
+        if name not in self._scratch:
+            self._scratch[name] = empty()
+        return self._scratch[name]
 
     def tensors(self, matrix: Tensor) -> list[Tensor]:
         """The views of a (rows, ROW) matrix that have the shapes of the parameters."""
@@ -163,16 +179,15 @@ class Bucket:
 
     # Between rows and units.
 
-    def sums(self, *matrices: Tensor) -> Tensor:
-        """The sum of each matrix over each unit's elements, on whichever rank they are: (matrices, units)."""
-        sums = self.sums_here(matrices)
+    def sums(self, *of_rows: Tensor) -> Tensor:
+        """What is summed over each row to the sum over each unit, on whichever rank its rows are: (sums, units)."""
+        sums = self.sums_here(of_rows)
         return sums if self.group is None else total(sums, self.group)
 
-    def sums_here(self, matrices: Iterable[Tensor]) -> Tensor:
-        """The sum over those elements that lie on this rank."""
-        columns = [matrix.sum(1) for matrix in matrices]
-        sums = (torch.stack(columns, 1) if len(columns) > 1 else columns[0].unsqueeze(1)).to(STATISTICS)
-        return self.sum_runs(sums).T
+    def sums_here(self, of_rows: Sequence[Tensor]) -> Tensor:
+        """The sum over those rows that lie on this rank."""
+        sums = torch.stack(list(of_rows), 1) if len(of_rows) > 1 else of_rows[0].unsqueeze(1)
+        return self.sum_runs(sums.to(STATISTICS)).T
 
     def sum_runs(self, sums: Tensor, level: int = 0) -> Tensor:
         """The sums over each row, or at a higher level over runs of them, to those over each unit: (units, sums)."""
@@ -180,9 +195,9 @@ class Bucket:
             sums = torch.segment_reduce(sums, "sum", offsets=offsets, unsafe=True)
         return sums
 
-    def sum(self, matrix: Tensor) -> Tensor:
-        """The sum of one matrix."""
-        return self.sums(matrix)[0]
+    def sum(self, of_rows: Tensor) -> Tensor:
+        """One sum."""
+        return self.sums(of_rows)[0]
 
     def stack(self, numbers: Sequence[Tensor | None]) -> Tensor:
         """One number per tensor (None is zero), stacked."""
@@ -254,10 +269,22 @@ def _strides(shape: Sequence[int], order: Sequence[int] | None) -> list[int]:
     return strides
 
 
-def masked(matrix: Tensor, rows: Tensor) -> Tensor:
-    """The matrix with zeros where `rows`, a column, is False, whatever was there: 0 · inf is no number, its bits are.
+def mask_(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Put zeros where `rows`, a column, is False, whatever was there: 0 · inf is no number, its bits are.
 
     For a million elements on a CPU this takes a fifth of the time of `torch.where`.
     """
     bits = torch.int64 if matrix.dtype == torch.float64 else torch.int32
-    return (matrix.view(bits) & -rows.to(bits)).view(matrix.dtype)
+    matrix.view(bits).bitwise_and_(-rows.to(bits))
+    return matrix
+
+
+def add_(matrix: Tensor, other: Tensor, share: Tensor | float) -> Tensor:
+    """Add a share of another matrix, of each row or the same of all."""
+    return matrix.add_(other, alpha=share) if isinstance(share, float) else matrix.addcmul_(other, share)
+
+
+def row_squares(matrix: Tensor) -> Tensor:
+    """The sum of squares of each row, without a matrix of them."""
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1)
+    return norms.to(STATISTICS).square()

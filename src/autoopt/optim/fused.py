@@ -245,7 +245,7 @@ class Operand:
                 self.table.copy_(host.copy_(torch.tensor(addresses)), non_blocking=True)
                 self.aligned = _aligned(addresses)
             else:
-                rows = bucket.rows(tensors)
+                rows = bucket.rows(tensors, name)
                 self.flat, self.aligned = list(bucket.tensors(rows)), True
                 self.table = bucket.first_rows * (ROW * rows.element_size()) + rows.data_ptr()
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
-from autoopt.optim.bucket import masked
+from autoopt.optim.bucket import mask_
 from autoopt.optim.options import Shared, number
 from autoopt.optim.reading import Reading
 
@@ -55,15 +55,15 @@ class AutoGaussNewton(AutoOptimizer):
         curvature = bucket.buffers["curvature"]
         if reading.moments is not None:
             square, samples = reading.moments.of_all(source, bucket)
-            square = masked(square * bucket.spread(samples), rows)  # what is not finite must not pass
+            square = torch.mul(square, bucket.spread(samples), out=bucket.scratch("spare"))
+            mask_(square, rows)  # what is not finite must not pass
             # a plain mean at first: an average that starts at zero would make the first steps, which the rule measures
             # the later ones by, 1/(1 - decay) times too long
             newest = bucket.column((1 / bucket.steps.clamp_min(1)).clamp_min(1 - group["decay"]))
-            none = bucket.spread(bucket.sum(curvature)) == 0  # its first step measured nothing
+            none = bucket.spread(bucket.sum(curvature.sum(1))) == 0  # its first step measured nothing
             curvature.lerp_(square, torch.where(none, bucket.one, newest) * rows)
-        mean = bucket.spread(bucket.sum(curvature) / bucket.elements)
+        mean = bucket.spread(bucket.sum(curvature.sum(1)) / bucket.elements)
         # a unit that has not moved yet has no curvature, and none of what it gets is used; where that is so small that
         # little is left of it but rounding, the direction would be infinite
         lost = mean < LOST * torch.finfo(mean.dtype).tiny
-        metric: Tensor = curvature + group["damping"] * mean + lost.to(mean)
-        return metric
+        return torch.add(curvature, group["damping"] * mean + lost.to(mean), out=bucket.scratch("metric"))

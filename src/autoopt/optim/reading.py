@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autoopt.capture import Source, sharded
-from autoopt.optim.bucket import STATISTICS, Bucket
+from autoopt.optim.bucket import STATISTICS, Bucket, row_squares
 from autoopt.optim.fused import Form, Sweep, sweep
 
 
@@ -19,6 +19,8 @@ class Moments(NamedTuple):
 
     def of_all(self, source: Source, bucket: Bucket) -> "Moments":
         """Those of the samples of all ranks, for every element here."""
+        if source.ranks == 1:
+            return self
         square = self.square if bucket.group is not None else source.over_ranks(self.square)
         return Moments(square / source.ranks**2, source.over_ranks(self.samples))
 
@@ -103,20 +105,20 @@ def read(
         if swept is not None:
             return Swept(group, bucket, swept, _samples(source, bucket, gradients) if measures else None)
 
-    gradient = bucket.rows(gradients)
+    gradient = bucket.rows(gradients, "gradient")
     if squares is None:
-        size = bucket.sum(gradient.square())
+        size = bucket.sum(row_squares(gradient))
         return Reading(group, bucket, gradient, present, size, None, size)
     # what was done to g since the backward pass (`factors`) was not done to Σ c_i²: do it now
     factors = None if changed is None else source.factors(changed).square()
     if elementwise:
-        square = bucket.rows(squares)
-        square = square if factors is None else square * bucket.column(factors)
-        size, total = bucket.sums(gradient.square(), square)
+        square = bucket.rows(squares, "square")
+        square = square if factors is None else square.mul_(bucket.column(factors))
+        size, total = bucket.sums(row_squares(gradient), square.sum(1))
     else:
         totals = bucket.stack(squares).to(STATISTICS)
         square = total = bucket.reduce(totals if factors is None else totals * factors, "sum")
-        size = bucket.sum(gradient.square())
+        size = bucket.sum(row_squares(gradient))
     samples = _samples_of_units(source, bucket, gradients)
     return Reading(group, bucket, gradient, present, size, Moments(square, samples), size + total)
 

@@ -15,8 +15,12 @@ from autoopt.optim.reading import Reading
 
 def averaged(bucket: Bucket, name: str, decay: float, value: Tensor, rows: Tensor) -> Tensor:
     """Take a value into a moving average, in the rows that move."""
-    average = bucket.buffers[name]
-    return average.lerp_(value, (1 - decay) * rows.to(bucket.compute))
+    return bucket.buffers[name].lerp_(value, (1 - decay) * rows.to(bucket.compute))
+
+
+def averaged_square(bucket: Bucket, name: str, decay: float, value: Tensor, rows: Tensor) -> Tensor:
+    """Take the square of a value into a moving average, in the rows that move."""
+    return averaged(bucket, name, decay, torch.square(value, out=bucket.scratch("spare")), rows)
 
 
 class AutoRMSprop(AutoOptimizer):
@@ -56,11 +60,11 @@ class AutoRMSprop(AutoOptimizer):
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         bucket, alpha = reading.bucket, reading.group["alpha"]
-        square = averaged(bucket, "square_average", alpha, gradient.square(), rows)
+        square = averaged_square(bucket, "square_average", alpha, gradient, rows)
         if reading.group["centered"]:
             mean = averaged(bucket, "gradient_average", alpha, gradient, rows)
             square = (square - mean.square()).clamp_min(0)
-        return square.sqrt().add_(reading.group["eps"])
+        return torch.sqrt(square, out=bucket.scratch("metric")).add_(reading.group["eps"])
 
 
 class AutoAdaDelta(AutoOptimizer):
@@ -92,8 +96,10 @@ class AutoAdaDelta(AutoOptimizer):
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         group, bucket = reading.group, reading.bucket
-        square = averaged(bucket, "square_average", group["rho"], gradient.square(), rows)
-        return torch.sqrt((square + group["eps"]) / (bucket.buffers["change_average"] + group["eps"]))
+        square = averaged_square(bucket, "square_average", group["rho"], gradient, rows)
+        change = torch.add(bucket.buffers["change_average"], group["eps"], out=bucket.scratch("spare"))
+        metric: Tensor = torch.add(square, group["eps"], out=bucket.scratch("metric")).div_(change).sqrt_()
+        return metric
 
     def _moved(self, group: dict[str, Any], bucket: Bucket, change: Tensor, rows: Tensor) -> None:
-        averaged(bucket, "change_average", group["rho"], change.square(), rows)
+        averaged_square(bucket, "change_average", group["rho"], change, rows)

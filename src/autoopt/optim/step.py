@@ -1,6 +1,5 @@
 """One step of the parameters of one bucket: metric, products, filter, length, weights, their average."""
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from autoopt import oracle
 from autoopt.capture import Source
 from autoopt.optim import fused
-from autoopt.optim.bucket import AVERAGE, HELD, Bucket, masked
+from autoopt.optim.bucket import AVERAGE, HELD, Bucket, add_, mask_, row_squares
 from autoopt.optim.fused import Decision
 from autoopt.optim.reading import Moments, Reading, Swept
 from autoopt.optim.rule import Products, Rule, Share
@@ -21,7 +20,7 @@ class Metric(Protocol):
     elementwise: bool
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None: ...
-    def _direction(self, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor: ...
+    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor: ...
     def _moved(self, group: dict[str, Any], bucket: Bucket, change: Tensor, rows: Tensor) -> None: ...
 
 
@@ -89,32 +88,34 @@ def newest_of(reading: Reading | Swept) -> Tensor:
 
 
 def _move_rows(optimizer: Metric, rule: Rule, source: Source, reading: Reading, total: Tensor | None) -> None:
-    """By operations on all rows; those that move are the rows of the tensors that do."""
+    """By operations on all rows, in place; those that move are the rows of the tensors that do."""
     group, bucket = reading.group, reading.bucket
     live, moves = _movers(bucket, reading.size, reading.present, reading.largest(), total)
     rows = moves[bucket.tensor_of_row].unsqueeze(1)
-    raw = masked(reading.gradient, rows)
-    weights, decay = bucket.rows(bucket.here(bucket.params)), group["weight_decay"]
+    raw = mask_(reading.gradient, rows)
+    weights, decay = bucket.rows(bucket.here(bucket.params), "weights"), group["weight_decay"]
     coupled = decay and not group["decoupled_weight_decay"]
-    gradient = masked(raw + decay * weights, rows) if coupled else raw
+    gradient = raw
+    if coupled:
+        gradient = mask_(torch.add(raw, weights, alpha=decay, out=bucket.scratch("decayed")), rows)
 
     metric = optimizer._metric(source, reading, gradient, rows)  # Ĥ, Table 1
     products = _products(optimizer.elementwise, rule, source, reading, live, metric, raw, gradient)
     kept, new = (p if isinstance(p, float) else bucket.spread(p) for p in rule.filter(group, bucket, products))
-    estimate = bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)).add_(new * gradient)
-    direction = over(optimizer._direction(estimate, gradient, kept, new), metric)
+    estimate = add_(bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)), gradient, new)
+    direction = over(bucket, optimizer._direction(bucket, estimate, gradient, kept, new), metric, "natural")
     scale, shrink = rule.length(
-        group, bucket, products, lambda: bucket.sums(direction.square(), weights.square()).unbind()
+        group, bucket, products, lambda: bucket.sums(row_squares(direction), row_squares(weights)).unbind()
     )
-    change = direction * bucket.spread(group["lr"] * scale)  # eq. w_update-1
+    change = torch.mul(direction, bucket.spread(group["lr"] * scale), out=bucket.scratch("spare"))  # eq. w_update-1
     if decay and not coupled:
-        change = change + weights * bucket.spread(group["lr"] * decay * shrink)
-    change = masked(change, rows)
-    optimizer._moved(group, bucket, change, rows)
+        change.addcmul_(weights, bucket.spread(group["lr"] * decay * shrink))
+    mask_(change, rows)
     torch._foreach_sub_(bucket.here(bucket.params), bucket.tensors(change))
     if group["average"]:
         newest = torch.where(rows, bucket.spread(oracle.relative.newest(bucket.statistics["count"])), bucket.zero)
-        bucket.buffers[AVERAGE].lerp_(weights - change, newest)
+        bucket.buffers[AVERAGE].lerp_(weights.sub_(change), newest)
+    optimizer._moved(group, bucket, change, rows)
 
 
 def _products(
@@ -129,20 +130,20 @@ def _products(
 ) -> Products:
     """The inner products of the gradient (`raw`: less weight decay) and the previous estimate, and V̂."""
     bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
-    natural = over(gradient, metric)
-
-    def elements() -> Iterator[Tensor]:  # one matrix at a time, of what is summed
-        yield natural * estimate
-        if rule.asks_mm:
-            yield over(estimate.square(), metric)
-        if metric is not None:
-            yield over(raw.square(), metric)
-        if raw is not gradient:
-            yield gradient * natural
-
-    of_rows, of_samples = bucket.sums_here(elements()), reading.moments
+    spare = bucket.scratch("spare")
+    natural = over(bucket, gradient, metric, "natural")
+    columns = [torch.mul(natural, estimate, out=spare).sum(1)]
+    if rule.asks_mm:
+        columns.append(over(bucket, torch.square(estimate, out=spare), metric, "spare").sum(1))
+    if metric is not None:
+        of_raw = natural if raw is gradient else over(bucket, raw, metric, "spare")
+        columns.append(torch.mul(raw, of_raw, out=spare).sum(1))
+    if raw is not gradient:
+        columns.append(torch.mul(gradient, natural, out=spare).sum(1))
+    of_rows, of_samples = bucket.sums_here(columns), reading.moments
     if of_samples is not None and elementwise:
-        of_samples = of_samples._replace(square=bucket.sums_here([over(of_samples.square, metric)])[0])
+        of_row = over(bucket, of_samples.square, metric, "spare").sum(1)
+        of_samples = of_samples._replace(square=bucket.sums_here([of_row])[0])
     if source.ranks > 1:
         of_rows, of_samples = _over_ranks(source, bucket, of_rows, of_samples)
     gm, *sizes = of_rows
@@ -182,6 +183,6 @@ def _over_ranks(
     return of_rows, None if of_samples is None else Moments(*summed[-2:])
 
 
-def over(x: Tensor, metric: Tensor | None) -> Tensor:
-    """Ĥ⁻¹ x."""
-    return x if metric is None else x / metric
+def over(bucket: Bucket, x: Tensor, metric: Tensor | None, name: str) -> Tensor:
+    """Ĥ⁻¹ x, in the scratch of that name unless it is x itself."""
+    return x if metric is None else torch.div(x, metric, out=bucket.scratch(name))

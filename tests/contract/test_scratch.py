@@ -1,0 +1,62 @@
+"""What a step on a CPU writes to is kept: it allocates nothing large, and nothing of one step enters the next."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoopt import (
+    AutoAdaDelta,
+    AutoAdaGrad,
+    AutoAdam,
+    AutoAdamW,
+    AutoGaussNewton,
+    AutoNAdam,
+    AutoRMSprop,
+    AutoSGD,
+)
+from autoopt_lab.memory import allocated
+from contract.small import assert_same, backward, batches, mlp, snapshot, train
+
+KINDS = (AutoSGD, AutoAdam, AutoAdaGrad, AutoAdamW, AutoNAdam, AutoRMSprop, AutoAdaDelta, AutoGaussNewton)
+MAKES: list[Any] = [
+    *(functools.partial(kind, rule=rule) for kind in KINDS for rule in ("robust", "paper")),
+    functools.partial(AutoSGD, weight_decay=0.1),
+    functools.partial(AutoSGD, weight_decay=0.1, decoupled_weight_decay=True),
+    functools.partial(AutoAdam, weight_decay=0.1),
+    functools.partial(AutoAdam, amsgrad=True),
+]
+IDS = [" ".join([make.func.__name__, *map(str, make.keywords.values())]) for make in MAKES]
+every_make = pytest.mark.parametrize("make", MAKES, ids=IDS)
+
+
+@every_make
+def test_a_step_allocates_nothing_of_the_size_of_the_model(make: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
+    optimizer = make(model)
+    *before, last = batches(3)
+    train(model, optimizer, before)
+    optimizer.zero_grad()
+    backward(model, last)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert allocated(optimizer.step).peak < size / 10  # a few numbers for each row of 512
+
+
+@every_make
+def test_no_step_reads_what_another_left(make: Any) -> None:
+    ends = []
+    for spoiled in (False, True):
+        model = mlp()
+        optimizer = make(model)
+        for batch in batches(4):
+            train(model, optimizer, [batch])
+            for bucket in optimizer._made_buckets()[0]:
+                for matrix in bucket._scratch.values() if spoiled else ():
+                    matrix.fill_(torch.nan)
+        ends.append(snapshot(model, optimizer))
+    assert_same(*ends)
