@@ -7,6 +7,7 @@ from autoopt.optim.base import AutoOptimizer
 from autoopt.optim.gauss_newton import AutoGaussNewton
 from autoopt.optim.rmsprop import AutoAdaDelta, AutoRMSprop
 from autoopt.optim.sgd import AutoSGD
+from autoopt.recording import recorded
 from autoopt.watching import watch
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "AutoRMSprop",
     "AutoSGD",
     "Tuned",
+    "recorded",
     "watch",
 ]
 __version__ = "0.1.0"
