@@ -44,6 +44,14 @@ def every_layer() -> nn.Module:
     )  # fmt: skip
 
 
+def small() -> nn.Module:
+    """A network without a bias before BatchNorm, whose gradient would be nothing but rounding."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(288, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 10),
+    )  # fmt: skip
+
+
 class Block(nn.Module):
     """The residual block of ResNet-18."""
 
@@ -111,9 +119,8 @@ def optimizers_agree() -> float:
             ends = []
             for device in ("cpu", "cuda"):
                 torch.manual_seed(0)
-                model = every_layer().double()
+                model = small().double().to(device)
                 x, y = torch.randn(10, 16, 3, 16, 16).double(), torch.randint(0, 10, (10, 16))
-                model = model.to(device)
                 optimizer = make(model, rule=rule)
                 for inputs, labels in zip(x.to(device), y.to(device), strict=True):
                     optimizer.zero_grad()
@@ -184,10 +191,10 @@ def reads_are_refused() -> None:
     first = [run(x, y) for _ in range(3)]
     try:
         run(x, y)
+        message = "nothing"
     except RuntimeError as error:
-        assert "cannot be recorded" in str(error), error
-    else:
-        raise AssertionError("a step that reads the device was recorded")
+        message = str(error)
+    assert "cannot be recorded" in message, message
     optimizer.zero_grad()
     assert math.isfinite(step(x, y) + sum(first))
 
