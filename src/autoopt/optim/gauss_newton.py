@@ -55,7 +55,7 @@ class AutoGaussNewton(AutoOptimizer):
         curvature = bucket.buffers["curvature"]
         if reading.moments is not None:
             square, samples = reading.moments.of_all(source, bucket)
-            square = torch.mul(square, bucket.spread(samples), out=bucket.scratch("spare"))
+            square = torch.mul(square, bucket.spread(samples), out=bucket.scratch("natural"))
             mask_(square, rows)  # what is not finite must not pass
             # a plain mean at first: an average that starts at zero would make the first steps, which the rule measures
             # the later ones by, 1/(1 - decay) times too long

@@ -112,7 +112,7 @@ def read(
     # what was done to g since the backward pass (`factors`) was not done to Σ c_i²: do it now
     factors = None if changed is None else source.factors(changed).square()
     if elementwise:
-        square = bucket.rows(squares, "square")
+        square = bucket.rows(squares, "spare")
         square = square if factors is None else square.mul_(bucket.column(factors))
         size, total = bucket.sums(row_squares(gradient), square.sum(1))
     else:

@@ -20,7 +20,7 @@ def averaged(bucket: Bucket, name: str, decay: float, value: Tensor, rows: Tenso
 
 def averaged_square(bucket: Bucket, name: str, decay: float, value: Tensor, rows: Tensor) -> Tensor:
     """Take the square of a value into a moving average, in the rows that move."""
-    return averaged(bucket, name, decay, torch.square(value, out=bucket.scratch("spare")), rows)
+    return averaged(bucket, name, decay, torch.square(value, out=bucket.scratch("natural")), rows)
 
 
 class AutoRMSprop(AutoOptimizer):
@@ -97,7 +97,7 @@ class AutoAdaDelta(AutoOptimizer):
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor:
         group, bucket = reading.group, reading.bucket
         square = averaged_square(bucket, "square_average", group["rho"], gradient, rows)
-        change = torch.add(bucket.buffers["change_average"], group["eps"], out=bucket.scratch("spare"))
+        change = torch.add(bucket.buffers["change_average"], group["eps"], out=bucket.scratch("natural"))
         metric: Tensor = torch.add(square, group["eps"], out=bucket.scratch("metric")).div_(change).sqrt_()
         return metric
 

@@ -92,18 +92,18 @@ def _move_rows(optimizer: Metric, rule: Rule, source: Source, reading: Reading, 
     group, bucket = reading.group, reading.bucket
     live, moves = _movers(bucket, reading.size, reading.present, reading.largest(), total)
     rows = moves[bucket.tensor_of_row].unsqueeze(1)
-    raw = mask_(reading.gradient, rows)
-    weights, decay = bucket.rows(bucket.here(bucket.params), "weights"), group["weight_decay"]
+    raw = gradient = mask_(reading.gradient, rows)
+    parameters, decay = bucket.here(bucket.params), group["weight_decay"]
     coupled = decay and not group["decoupled_weight_decay"]
-    gradient = raw
     if coupled:
-        gradient = mask_(torch.add(raw, weights, alpha=decay, out=bucket.scratch("decayed")), rows)
+        gradient = mask_(bucket.rows(parameters, "decayed").mul_(decay).add_(raw), rows)
 
     metric = optimizer._metric(source, reading, gradient, rows)  # Ĥ, Table 1
     products = _products(optimizer.elementwise, rule, source, reading, live, metric, raw, gradient)
     kept, new = (p if isinstance(p, float) else bucket.spread(p) for p in rule.filter(group, bucket, products))
     estimate = add_(bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)), gradient, new)
     direction = over(bucket, optimizer._direction(bucket, estimate, gradient, kept, new), metric, "natural")
+    weights = bucket.rows(parameters, "gradient")  # in its place: nothing needs it any more
     scale, shrink = rule.length(
         group, bucket, products, lambda: bucket.sums(row_squares(direction), row_squares(weights)).unbind()
     )
@@ -111,7 +111,7 @@ def _move_rows(optimizer: Metric, rule: Rule, source: Source, reading: Reading, 
     if decay and not coupled:
         change.addcmul_(weights, bucket.spread(group["lr"] * decay * shrink))
     mask_(change, rows)
-    torch._foreach_sub_(bucket.here(bucket.params), bucket.tensors(change))
+    torch._foreach_sub_(parameters, bucket.tensors(change))
     if group["average"]:
         newest = torch.where(rows, bucket.spread(oracle.relative.newest(bucket.statistics["count"])), bucket.zero)
         bucket.buffers[AVERAGE].lerp_(weights.sub_(change), newest)
@@ -130,8 +130,11 @@ def _products(
 ) -> Products:
     """The inner products of the gradient (`raw`: less weight decay) and the previous estimate, and V̂."""
     bucket, estimate = reading.bucket, reading.bucket.buffers["estimate"]  # m = ĝ of the step before
-    spare = bucket.scratch("spare")
-    natural = over(bucket, gradient, metric, "natural")
+    of_samples = reading.moments
+    if of_samples is not None and elementwise:
+        of_row = over(bucket, of_samples.square, metric, "spare").sum(1)  # where Σ c² lies already
+        of_samples = of_samples._replace(square=bucket.sums_here([of_row])[0])
+    spare, natural = bucket.scratch("spare"), over(bucket, gradient, metric, "natural")
     columns = [torch.mul(natural, estimate, out=spare).sum(1)]
     if rule.asks_mm:
         columns.append(over(bucket, torch.square(estimate, out=spare), metric, "spare").sum(1))
@@ -140,10 +143,7 @@ def _products(
         columns.append(torch.mul(raw, of_raw, out=spare).sum(1))
     if raw is not gradient:
         columns.append(torch.mul(gradient, natural, out=spare).sum(1))
-    of_rows, of_samples = bucket.sums_here(columns), reading.moments
-    if of_samples is not None and elementwise:
-        of_row = over(bucket, of_samples.square, metric, "spare").sum(1)
-        of_samples = of_samples._replace(square=bucket.sums_here([of_row])[0])
+    of_rows = bucket.sums_here(columns)
     if source.ranks > 1:
         of_rows, of_samples = _over_ranks(source, bucket, of_rows, of_samples)
     gm, *sizes = of_rows
