@@ -1,7 +1,9 @@
 """A whole training step as one CUDA graph, in which Python costs nothing."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -35,11 +37,13 @@ def recorded(step: Callable[P, R], optimizer: AutoOptimizer) -> Callable[P, R]:
         for x, y in loader:
             loss = step(x, y)
 
-    The first three calls run as they are. Then the step is recorded, and from there on its kernels run without Python:
-    what it prints, counts or decides by a value is not done again. What it is given may change, and so may the options
-    of the optimizer and which parameters are frozen: other shapes, dtypes, numbers or options are recorded anew, each
-    after three calls, so that an option that changes at every step leaves all as it is. Tensors may come from the CPU;
-    what is returned is detached and safe to keep.
+    The first three calls run as they are. The fourth is recorded, and from there on the step's kernels run without its
+    Python: what it prints, counts or draws at random on the host is not done again. The values of tensors may change
+    from call to call. With other shapes, dtypes, numbers or options of the optimizer, other frozen parameters, another
+    autocast or `model.train()` and `eval()` it is another step, which is recorded at its own fourth call; eight such
+    kinds are remembered. So an option that changes at every call, as by a scheduler, keeps all steps as they are.
+    Tensors may come from the CPU; what is returned is detached and safe to keep. Hooks that run after
+    `optimizer.step()` (`watch` has one) are called after each call.
 
     A call is one whole training step: gradients are cleared before it, and `optimizer.step()` is called in it once.
 
@@ -68,6 +72,7 @@ class Kind(NamedTuple):
     arguments: list[Any]  # shape and dtype of a tensor, anything else as it is
     options: list[dict[str, Any]]
     parameters: list[tuple[int, bool]]  # address, and whether it trains
+    modes: tuple[Any, ...]  # of the model, of autograd and of autocast
 
 
 @dataclass
@@ -141,8 +146,12 @@ class Recorder:
             inputs = [x.to(device, non_blocking=True) for x in tensors]
             if known.calls <= EAGER:
                 return self._aside(step, inputs, device)
-            known.graph = self._record(step, inputs, device)
-        return known.graph.replay(tensors)
+            with self._without_hooks():
+                known.graph = self._record(step, inputs, device)
+        found = known.graph.replay(tensors)
+        for hook in list(self.optimizer._optimizer_step_post_hooks.values()):  # Python, which no graph holds
+            hook(self.optimizer, (), {})
+        return found
 
     def _device(self) -> torch.device | None:
         """Where the step is recorded; None: nowhere."""
@@ -156,6 +165,11 @@ class Recorder:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and torch.distributed.get_world_size() > 1:
             raise RuntimeError("a step of several processes cannot be recorded: call the step itself.")
+        if self.optimizer._optimizer_step_pre_hooks:
+            raise RuntimeError(
+                "the optimizer has hooks that run before its step(), which a graph would leave out: remove them, or "
+                "call the step itself. (Hooks that run after it are called after each recorded step.)"
+            )
         if any(group["measure_every"] > 1 for group in groups):
             raise RuntimeError(
                 "the steps of an optimizer with measure_every= differ, and a graph is always the same: leave the "
@@ -176,7 +190,12 @@ class Recorder:
         names = {"params", "param_names"}
         options = [{name: value for name, value in group.items() if name not in names} for group in groups]
         parameters = [(p.data_ptr(), p.requires_grad) for group in groups for p in group["params"]]
-        return Kind(structure, arguments, options, parameters)
+        return Kind(structure, arguments, options, parameters, self._modes())
+
+    def _modes(self) -> tuple[Any, ...]:
+        source = self.optimizer._now.source
+        training = source is None or source.model is None or source.model.training
+        return training, torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
     def _known(self, kind: Kind) -> Known:
         """What is known of a kind of step; nothing of any, if the optimizer's state has moved."""
@@ -209,6 +228,16 @@ class Recorder:
                 "recorded() a function that does one whole training step, all accumulated passes included."
             )
         return pytree.tree_map_only(Tensor, Tensor.detach, found)
+
+    @contextlib.contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """While a step is recorded the optimizer's hooks do not run: they may ask for values."""
+        hooks = self.optimizer._optimizer_step_post_hooks
+        self.optimizer._optimizer_step_post_hooks = OrderedDict()
+        try:
+            yield
+        finally:
+            self.optimizer._optimizer_step_post_hooks = hooks
 
     def _aside(self, step: Callable[[list[Tensor]], Any], inputs: list[Tensor], device: torch.device) -> Any:
         """The step as it is, on the stream that it is recorded on."""

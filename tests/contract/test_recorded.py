@@ -20,15 +20,16 @@ from contract.small import assert_same, batches, every_optimizer, mlp, snapshot,
 class Played(Graph):
     """As a graph: reads and writes the memory that it was recorded with, and nothing else is done again."""
 
-    def __init__(self, step: Callable[[list[Tensor]], Any], inputs: list[Tensor]) -> None:
+    def __init__(self, step: Callable[[list[Tensor]], Any], inputs: list[Tensor], player: Recorder) -> None:
         self.inputs = [x.clone() for x in inputs]
-        self.step, self.outputs, self.replays = step, None, 0
+        self.step, self.outputs, self.replays, self.player = step, None, 0, player
 
     def replay(self, inputs: list[Tensor]) -> Any:
         for kept, new in zip(self.inputs, inputs, strict=True):
             kept.copy_(new)
         self.replays += 1
-        self.outputs = self.step(self.inputs)
+        with self.player._without_hooks():
+            self.outputs = self.step(self.inputs)
         return pytree.tree_map_only(Tensor, torch.clone, self.outputs)
 
 
@@ -42,7 +43,7 @@ class Player(Recorder):
         return step(inputs)
 
     def _record(self, step: Callable[[list[Tensor]], Any], inputs: list[Tensor], device: torch.device) -> Graph:
-        return Played(step, inputs)
+        return Played(step, inputs, self)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return self(args, kwargs)
@@ -123,6 +124,32 @@ def test_another_number_option_or_frozen_parameter_is_another_step() -> None:
     assert len(player.known) == 4
 
 
+def test_another_mode_is_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, step = made()
+    player, (x, y) = Player(step, optimizer), batches(1)[0]
+    player.run(x, y)
+    model.eval()
+    player.run(x, y)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
+    player.run(x, y)
+    assert len(player.known) == 3
+    monkeypatch.undo()
+    model.train()
+    player.run(x, y)
+    assert [known.calls for known in player.known] == [2, 1, 1]
+
+
+def test_hooks_after_the_step_run_once_for_each_call() -> None:
+    _, optimizer, step = made()
+    player, (x, y) = Player(step, optimizer), batches(1)[0]
+    rates: list[float] = []
+    optimizer.register_step_post_hook(lambda opt, *_: rates.append(opt.tuned()["0.weight"].lr))
+    for _ in range(EAGER + 4):
+        player.run(x, y)
+    assert player.replays == [4]
+    assert len(set(rates)) == len(rates) == EAGER + 4
+
+
 def test_few_kinds_are_remembered() -> None:
     _, optimizer, step = made()
     player, (x, y) = Player(step, optimizer), batches(1)[0]
@@ -169,4 +196,7 @@ def test_refuses_steps_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer, step = made(AutoAdam, measure_every=4)
     monkeypatch.setattr(Tensor, "device", torch.device("cuda"))  # as if all were there
     with pytest.raises(RuntimeError, match="leave the option out"):
+        Recorder(step, optimizer)._device()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="hooks that run before"):
         Recorder(step, optimizer)._device()

@@ -48,6 +48,16 @@ def test_a_step_allocates_nothing_of_the_size_of_the_model(make: Any) -> None:
 
 
 @every_make
+def test_few_matrices_are_kept(make: Any) -> None:
+    model = mlp()
+    optimizer = make(model)
+    train(model, optimizer, batches(2))
+    kept = {name for bucket in optimizer._made_buckets()[0] for name in bucket._scratch}
+    coupled = optimizer.defaults["weight_decay"] and not optimizer.defaults["decoupled_weight_decay"]
+    assert len(kept) == (4 if optimizer.elementwise else 2) + bool(coupled)  # docs/benchmarks.md says so
+
+
+@every_make
 def test_no_step_reads_what_another_left(make: Any) -> None:
     ends = []
     for spoiled in (False, True):
