@@ -1,7 +1,12 @@
-"""recorded(step, opt) is the step. The graphs are played here; benchmarks/gpu_check.py has a GPU run them."""
+"""recorded(step, opt) is the step, and what it cannot be it refuses.
+
+A CPU has no graphs. `Taped` is one: it notes the operations of a step while it undoes what they do, and does them again
+on the same memory, without Python. benchmarks/gpu_check.py has a GPU record them.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,31 +15,72 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoopt
 from autoopt import AutoAdam, AutoSGD
-from autoopt.recording import EAGER, KINDS, Graph, Recorder
-from contract.small import assert_same, batches, every_optimizer, mlp, snapshot, train
+from autoopt.recording import EAGER, KINDS, MANY, Graph, Recorder
+from contract.small import Batch, assert_same, batches, every_optimizer, mlp, snapshot, train
 
 
-class Played(Graph):
-    """As a graph: reads and writes the memory that it was recorded with, and nothing else is done again."""
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
-    def __init__(self, step: Callable[[list[Tensor]], Any], inputs: list[Tensor], player: Recorder) -> None:
-        self.inputs = [x.clone() for x in inputs]
-        self.step, self.outputs, self.replays, self.player = step, None, 0, player
 
-    def replay(self, inputs: list[Tensor]) -> Any:
-        for kept, new in zip(self.inputs, inputs, strict=True):
-            kept.copy_(new)
-        self.replays += 1
-        with self.player._without_hooks():
-            self.outputs = self.step(self.inputs)
-        return pytree.tree_map_only(Tensor, torch.clone, self.outputs)
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Tape(TorchDispatchMode):
+    """The operations that were done, with the memory that they wrote to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        found = func(*args, **kwargs)
+        given = set(map(storage, tensors((args, kwargs))))
+        own = [tensor for tensor in tensors(found) if storage(tensor) not in given]
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        if own or writes:  # else a view
+            self.done.append((func, args, kwargs, own))
+        return found
+
+    def play(self) -> None:
+        for func, args, kwargs, own in self.done:
+            given = set(map(storage, tensors((args, kwargs))))
+            new = [tensor for tensor in tensors(func(*args, **kwargs)) if storage(tensor) not in given]
+            for there, tensor in zip(own, new, strict=True):
+                there.copy_(tensor)
+
+
+class Taped(Graph):
+    """As a CUDA graph: nothing is done while it is recorded, and no Python when it runs."""
+
+    def _record(self, step: Callable[[], Any], stream: Any, other: Graph | None) -> Any:
+        self.tape, self.runs = Tape(), 0
+        live = {storage(o): o.untyped_storage() for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)}
+        before = [(memory, memory.clone()) for memory in live.values()]
+        try:
+            with self.tape:
+                return step()
+        finally:
+            for memory, content in before:
+                memory.copy_(content)
+
+    def _run(self) -> None:
+        self.runs += 1
+        self.tape.play()
 
 
 class Player(Recorder):
-    """A recorder whose graphs are played."""
+    """A recorder whose graphs are tapes."""
+
+    graph = Taped
 
     def _device(self) -> torch.device:
         return torch.device("cpu")
@@ -42,16 +88,13 @@ class Player(Recorder):
     def _aside(self, step: Callable[[list[Tensor]], Any], inputs: list[Tensor], device: torch.device) -> Any:
         return step(inputs)
 
-    def _record(self, step: Callable[[list[Tensor]], Any], inputs: list[Tensor], device: torch.device) -> Graph:
-        return Played(step, inputs, self)
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return self(args, kwargs)
 
     @property
-    def replays(self) -> list[int]:
-        """Of each kind of step that is known."""
-        return [known.graph.replays if isinstance(known.graph, Played) else 0 for known in self.known]
+    def runs(self) -> list[int]:
+        """Of the graph of each kind of step that is known."""
+        return [known.graph.runs if isinstance(known.graph, Taped) else 0 for known in self.known]
 
 
 def made(make: Any = AutoSGD, **options: Any) -> tuple[nn.Module, Any, Callable[..., Tensor]]:
@@ -65,6 +108,16 @@ def made(make: Any = AutoSGD, **options: Any) -> tuple[nn.Module, Any, Callable[
         return loss
 
     return model, optimizer, step
+
+
+def recorded(**options: Any) -> tuple[nn.Module, Any, Player, Batch]:
+    """A player with one graph."""
+    model, optimizer, step = made(**options)
+    player, batch = Player(step, optimizer), batches(1)[0]
+    for _ in range(EAGER + 2):
+        player.run(*batch)
+    assert player.runs == [2]
+    return model, optimizer, player, batch
 
 
 @every_optimizer
@@ -82,61 +135,148 @@ def test_is_the_step_on_a_cpu(make: Any) -> None:
 
 @every_optimizer
 def test_a_graph_serves_all_calls_of_a_kind(make: Any) -> None:
-    data = [*batches(8), *batches(2, samples=5), *batches(2)]
+    data = [*batches(8), *batches(5, samples=5), *batches(2)]
     model, optimizer, step = made(make)
     player = Player(step, optimizer)
-    for x, y in data:
-        player.run(x, y)
-    plain = mlp()
+    found = [player.run(x, y).item() for x, y in data]
+    plain, losses = mlp(), []
     other = make(plain)
-    train(plain, other, data)
+    for x, y in data:
+        other.zero_grad()
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        other.step()
+        losses.append(loss.item())
+    assert player.runs == [2, 10 - EAGER]  # the one used last at the end
+    assert found == losses
     assert_same(snapshot(model, optimizer), snapshot(plain, other))
-    assert player.replays == [10 - EAGER, 0]
 
 
-def test_what_is_returned_stays() -> None:
+def test_what_is_returned_is_a_copy() -> None:
     _, optimizer, step = made()
     player = Player(lambda x, y: {"loss": step(x, y), "count": len(x)}, optimizer)
     found = [player.run(x, y) for x, y in batches(EAGER + 3)]
     values = [one["loss"].item() for one in found]
     assert len(set(values)) == len(values)
     assert {one["count"] for one in found} == {8}
+    assert not any(one["loss"].requires_grad for one in found)
 
 
-def test_another_number_option_or_frozen_parameter_is_another_step() -> None:
-    model, optimizer, step = made()
-    player, (x, y) = Player(step, optimizer), batches(1)[0]
+def test_dropout_is_drawn_anew() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 3))
+    optimizer, (x, y) = AutoSGD(model, lr=0.0), batches(1)[0]
 
-    def calls() -> int:
-        before = len(player.known)
-        player.run(x, y)
-        return len(player.known) - before
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
 
-    assert [calls(), calls()] == [1, 0]
+    player = Player(step, optimizer)
+    assert len({player.run(x, y).item() for _ in range(EAGER + 4)}) == EAGER + 4
+
+
+# Which step it is.
+
+
+def change_option(model: nn.Module, optimizer: Any, batch: Batch) -> Any:
     optimizer.param_groups[0]["lr"] = 0.5
-    assert [calls(), calls()] == [1, 0]
+    return batch, {}
+
+
+def freeze(model: nn.Module, optimizer: Any, batch: Batch) -> Any:
     next(model.parameters()).requires_grad_(False)
-    assert [calls(), calls()] == [1, 0]
-    next(model.parameters()).requires_grad_(True)
-    optimizer.param_groups[0]["lr"] = 1.0
-    assert calls() == 0  # known from before
-    player.run(x, y, scale=2.0)
-    assert len(player.known) == 4
+    return batch, {}
 
 
-def test_another_mode_is_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, step = made()
+def move(model: nn.Module, optimizer: Any, batch: Batch) -> Any:
+    first = next(model.parameters())
+    first.data = first.data.clone()
+    return batch, {}
+
+
+def quieten(model: nn.Module, optimizer: Any, batch: Batch) -> Any:
+    list(model.children())[-1].eval()
+    return batch, {}
+
+
+def by_name(model: nn.Module, optimizer: Any, batch: Batch) -> Any:
+    return batch[:1], {"y": batch[1]}
+
+
+def number(model: nn.Module, optimizer: Any, batch: Batch) -> Any:
+    return batch, {"scale": 2.0}
+
+
+def another_dtype(model: nn.Module, optimizer: Any, batch: Batch) -> Any:
+    return (batch[0], F.one_hot(batch[1], 3).float()), {}
+
+
+CHANGES = [change_option, freeze, move, quieten, by_name, number, another_dtype]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_is_another_step(change: Any) -> None:
+    model, optimizer, player, batch = recorded()
+    player(*change(model, optimizer, batch))
+    assert player.runs == [2, 0]
+    assert [known.calls for known in player.known] == [EAGER, 1]
+
+
+def test_another_autocast_is_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, player, batch = recorded()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+    player.run(*batch)
+    assert player.runs == [2, 0]
+
+
+def test_a_replaced_buffer_is_another_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    optimizer = AutoSGD(model)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
     player, (x, y) = Player(step, optimizer), batches(1)[0]
+    for _ in range(EAGER + 1):
+        player.run(x, y)
+    norm: Any = model[1]
+    norm.running_mean = torch.zeros(6)
     player.run(x, y)
-    model.eval()
-    player.run(x, y)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
-    player.run(x, y)
-    assert len(player.known) == 3
-    monkeypatch.undo()
-    model.train()
-    player.run(x, y)
-    assert [known.calls for known in player.known] == [2, 1, 1]
+    assert player.runs == [1, 0]
+    assert norm.running_mean.count_nonzero() > 0
+
+
+def test_a_loaded_state_is_not_that_of_the_graphs() -> None:
+    _, optimizer, player, batch = recorded()
+    optimizer.load_state_dict(optimizer.state_dict())
+    player.run(*batch)
+    assert player.runs == [0]
+
+
+def test_the_kinds_used_last_are_remembered() -> None:
+    _, _, player, batch = recorded()
+    for value in range(2 * KINDS):
+        player.run(*batch, scale=2.0 + value)
+        player.run(*batch)
+    assert len(player.known) == KINDS
+    assert player.runs[-1] == 2 + 2 * KINDS
+    scales = [known.kind.arguments[-1][1] for known in player.known[:-1]]
+    assert scales == [2.0 + value for value in range(KINDS + 1, 2 * KINDS)]
+
+
+def test_says_so_when_nothing_is_recorded() -> None:
+    _, optimizer, step = made()
+    player, batch = Player(step, optimizer), batches(1)[0]
+    for value in range(MANY - 1):
+        player.run(*batch, scale=1.0 + value)
+    with pytest.warns(UserWarning, match="nothing is recorded"):
+        player.run(*batch, scale=0.0 + MANY)
+    player.run(*batch, scale=1.0 + MANY)  # once: the tests take a warning for an error
+
+
+# What runs besides.
 
 
 def test_hooks_after_the_step_run_once_for_each_call() -> None:
@@ -146,57 +286,104 @@ def test_hooks_after_the_step_run_once_for_each_call() -> None:
     optimizer.register_step_post_hook(lambda opt, *_: rates.append(opt.tuned()["0.weight"].lr))
     for _ in range(EAGER + 4):
         player.run(x, y)
-    assert player.replays == [4]
+    assert player.runs == [4]
     assert len(set(rates)) == len(rates) == EAGER + 4
+    assert len(optimizer._optimizer_step_post_hooks) == 1
 
 
-def test_few_kinds_are_remembered() -> None:
+def test_refuses_what_the_step_itself_would() -> None:
+    _, optimizer, player, batch = recorded()
+    before = snapshot(player.optimizer._now.source.model, optimizer)  # type: ignore[union-attr,arg-type]
+    with pytest.raises(RuntimeError, match=r"inside `with opt\.averaged"), optimizer.averaged():
+        player.run(*batch)
+    optimizer.detach()
+    with pytest.raises(RuntimeError, match="no longer reports"):
+        player.run(*batch)
+    assert_same(snapshot(player.optimizer._now.source.model, optimizer), before)  # type: ignore[union-attr,arg-type]
+
+
+def test_a_failed_call_does_not_count() -> None:
     _, optimizer, step = made()
-    player, (x, y) = Player(step, optimizer), batches(1)[0]
-    for number in range(2 * KINDS):
-        player.run(x, y, scale=1.0 + number)
-    assert len(player.known) == KINDS
-    assert player.known[-1].kind.arguments[-1] == (float, 2.0 * KINDS)
+    fails = [True]
+
+    def sometimes(x: Tensor, y: Tensor) -> Tensor:
+        if fails[0]:
+            raise ValueError("not yet")
+        return step(x, y)
+
+    player, batch = Player(sometimes, optimizer), batches(1)[0]
+    for _ in range(EAGER + 1):
+        with pytest.raises(ValueError, match="not yet"):
+            player.run(*batch)
+    fails[0] = False
+    for _ in range(EAGER):
+        player.run(*batch)
+    assert player.runs == [0]
+    fails[0] = True
+    with pytest.raises(ValueError, match="not yet"):  # while it is recorded: as it is
+        player.run(*batch)
 
 
-def test_a_loaded_state_is_not_that_of_the_graphs() -> None:
-    _, optimizer, step = made()
-    player, (x, y) = Player(step, optimizer), batches(1)[0]
-    for _ in range(EAGER + 2):
-        player.run(x, y)
-    assert player.replays == [2]
-    optimizer.load_state_dict(optimizer.state_dict())
-    player.run(x, y)
-    assert player.replays == [0]
+def test_a_step_that_reads_the_device_says_so_and_leaves_no_gradient() -> None:
+    model, optimizer, step = made()
+    player, batch = Player(lambda x, y: step(x, y).item(), optimizer), batches(1)[0]
+    for _ in range(EAGER):
+        player.run(*batch)
+    before = snapshot(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"cannot be recorded as a CUDA graph.*\.item"):
+        player.run(*batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same(snapshot(model, optimizer), before)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("change", "words"),
     [
-        (lambda step, _: lambda *a: (step(*a), step(*a)), RuntimeError, "called it 2 times"),
-        (lambda _, opt: lambda x, y: None, RuntimeError, "called it 0 times"),
+        (lambda step: lambda *a: (step(*a), step(*a)), "called it 2 times"),
+        (lambda _: lambda x, y: None, "called it 0 times"),
     ],
     ids=["two steps", "no step"],
 )
-def test_refuses_what_is_no_training_step(change: Any, error: type[Exception], words: str) -> None:
+def test_refuses_what_is_no_training_step(change: Any, words: str) -> None:
     _, optimizer, step = made()
-    with pytest.raises(error, match=words):
-        autoopt.recorded(change(step, optimizer), optimizer)(*batches(1)[0])
+    with pytest.raises(RuntimeError, match=words):
+        autoopt.recorded(change(step), optimizer)(*batches(1)[0])
 
 
-def test_refuses_what_a_graph_cannot_be_given() -> None:
+def test_refuses_what_a_graph_cannot_be_given_or_return() -> None:
     _, optimizer, step = made()
-    with pytest.raises(TypeError, match="given object"):
-        Player(step, optimizer).run(object())
+    x, y = batches(1)[0]
+    run = autoopt.recorded(step, optimizer)
+    with pytest.raises(TypeError, match="was given object"):
+        run(object())
+    with pytest.raises(ValueError, match=r"shape \(8, 4\) that requires a gradient"):
+        run(x.clone().requires_grad_(), y)
+    with pytest.raises(TypeError, match="returned object"):
+        autoopt.recorded(lambda x, y: (step(x, y), object()), optimizer)(x, y)
     with pytest.raises(TypeError, match="one of this library's optimizers, not SGD"):
         autoopt.recorded(step, torch.optim.SGD(mlp().parameters(), lr=0.1))  # type: ignore[arg-type]
 
 
-def test_refuses_steps_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_steps_that_differ_and_hooks_before_them() -> None:
     _, optimizer, step = made(AutoAdam, measure_every=4)
-    monkeypatch.setattr(Tensor, "device", torch.device("cuda"))  # as if all were there
     with pytest.raises(RuntimeError, match="leave the option out"):
-        Recorder(step, optimizer)._device()
+        autoopt.recorded(step, optimizer)(*batches(1)[0])
+    _, optimizer, player, batch = recorded()
     optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match="hooks that run before"):
-        Recorder(step, optimizer)._device()
+        player.run(*batch)
+
+
+def test_refuses_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer, step = made()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="several processes"):
+        Recorder(step, optimizer)._refuse()
+
+
+def test_refuses_several_devices() -> None:
+    model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3, device="meta")])
+    optimizer = AutoSGD(model)
+    with pytest.raises(RuntimeError, match=r"several devices \(cpu, meta\)"):
+        Recorder(lambda: None, optimizer)._refuse()

@@ -19,6 +19,7 @@ from autoopt import (
     AutoRMSprop,
     AutoSGD,
 )
+from autoopt.optim.bucket import Bucket
 from autoopt_lab.memory import allocated
 from contract.small import assert_same, backward, batches, mlp, snapshot, train
 
@@ -29,6 +30,9 @@ MAKES: list[Any] = [
     functools.partial(AutoSGD, weight_decay=0.1, decoupled_weight_decay=True),
     functools.partial(AutoAdam, weight_decay=0.1),
     functools.partial(AutoAdam, amsgrad=True),
+    functools.partial(AutoRMSprop, centered=True),
+    functools.partial(AutoGaussNewton, weight_decay=0.1),
+    functools.partial(AutoNAdam, weight_decay=0.1, rule="paper"),
 ]
 IDS = [" ".join([make.func.__name__, *map(str, make.keywords.values())]) for make in MAKES]
 every_make = pytest.mark.parametrize("make", MAKES, ids=IDS)
@@ -70,3 +74,33 @@ def test_no_step_reads_what_another_left(make: Any) -> None:
                     matrix.fill_(torch.nan)
         ends.append(snapshot(model, optimizer))
     assert_same(*ends)
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["one group", "two groups"])
+@every_make
+def test_no_name_stands_for_two_things_at_once(make: Any, groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a matrix of its own for every use a step is the same."""
+    ends = []
+    for fresh in (False, True):
+        if fresh:
+            monkeypatch.setattr(Bucket, "scratch", lambda b, _: torch.full(b.shape, torch.nan, dtype=b.compute))
+        model = mlp()
+        first, *rest = model.parameters()
+        optimizer = make(model, param_groups=[{"params": [first]}, {"params": rest}] if groups else None)
+        train(model, optimizer, batches(5))
+        ends.append(snapshot(model, optimizer))
+    assert_same(*ends)
+
+
+def test_is_kept_for_steps_outside_of_inference_mode() -> None:
+    model = mlp()
+    optimizer = AutoSGD(model)
+    first, second, third = batches(3)
+    train(model, optimizer, [first])
+    optimizer.param_groups[0]["weight_decay"] = 0.1  # asks for one more
+    optimizer.zero_grad()
+    backward(model, second)
+    with torch.inference_mode():
+        optimizer.step()
+    train(model, optimizer, [third])
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

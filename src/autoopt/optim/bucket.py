@@ -164,13 +164,14 @@ class Bucket:
         """A (rows, ROW) matrix to write to, for the rest of the step or until its name is asked for again.
 
         On a CPU each name has one that is kept: a large one that is new has to be given its pages by the system, which
-        takes several times what is then done with it. A GPU's allocator keeps them, and torch.compile needs few.
+        takes several times what is then done with it. A GPU's allocator keeps them. In a compiled step each is new: one
+        that outlives the step would have to be written.
         """
-        empty = functools.partial(torch.empty, self.shape, dtype=self.compute, device=self.device)
         if self.device.type != "cpu" or torch.compiler.is_compiling():
-            return empty()
+            return torch.empty(self.shape, dtype=self.compute, device=self.device)
         if name not in self._scratch:
-            self._scratch[name] = empty()
+            with torch.inference_mode(False):  # else no step outside of that mode could write to it later
+                self._scratch[name] = torch.empty(self.shape, dtype=self.compute)
         return self._scratch[name]
 
     def tensors(self, matrix: Tensor) -> list[Tensor]:
@@ -180,12 +181,12 @@ class Bucket:
     # Between rows and units.
 
     def sums(self, *of_rows: Tensor) -> Tensor:
-        """What is summed over each row to the sum over each unit, on whichever rank its rows are: (sums, units)."""
+        """Sums over rows to sums over units, on whichever rank the rows of a unit are: (sums, units)."""
         sums = self.sums_here(of_rows)
         return sums if self.group is None else total(sums, self.group)
 
     def sums_here(self, of_rows: Sequence[Tensor]) -> Tensor:
-        """The sum over those rows that lie on this rank."""
+        """The same over the rows that lie on this rank."""
         sums = torch.stack(list(of_rows), 1) if len(of_rows) > 1 else of_rows[0].unsqueeze(1)
         return self.sum_runs(sums.to(STATISTICS)).T
 
@@ -196,7 +197,7 @@ class Bucket:
         return sums
 
     def sum(self, of_rows: Tensor) -> Tensor:
-        """One sum."""
+        """A sum over rows to that over units, (units,)."""
         return self.sums(of_rows)[0]
 
     def stack(self, numbers: Sequence[Tensor | None]) -> Tensor:
@@ -281,7 +282,7 @@ def mask_(matrix: Tensor, rows: Tensor) -> Tensor:
 
 def add_(matrix: Tensor, other: Tensor, share: Tensor | float) -> Tensor:
     """Add a share of another matrix, of each row or the same of all."""
-    return matrix.add_(other, alpha=share) if isinstance(share, float) else matrix.addcmul_(other, share)
+    return matrix.addcmul_(other, share) if isinstance(share, Tensor) else matrix.add_(other, alpha=share)
 
 
 def row_squares(matrix: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ class AutoRMSprop(AutoOptimizer):
         square = averaged_square(bucket, "square_average", alpha, gradient, rows)
         if reading.group["centered"]:
             mean = averaged(bucket, "gradient_average", alpha, gradient, rows)
-            square = (square - mean.square()).clamp_min(0)
+            spread = torch.square(mean, out=bucket.scratch("metric"))
+            square = torch.sub(square, spread, out=spread).clamp_min_(0)
         return torch.sqrt(square, out=bucket.scratch("metric")).add_(reading.group["eps"])
 
 
