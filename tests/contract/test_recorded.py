@@ -6,7 +6,6 @@ on the same memory, without Python. benchmarks/gpu_check.py has a GPU record the
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -32,23 +31,35 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 class Tape(TorchDispatchMode):
-    """The operations that were done, with the memory that they wrote to."""
+    """The operations that were done, with the memory that they made, and what was in other memory before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.done: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.before: dict[int, tuple[Any, Any]] = {}
+        self.made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        for tensor in tensors([named.get(name) for name in written]):
+            if storage(tensor) not in self.made | self.before.keys():
+                memory = tensor.untyped_storage()
+                self.before[storage(tensor)] = memory, memory.clone()
         found = func(*args, **kwargs)
         given = set(map(storage, tensors((args, kwargs))))
         own = [tensor for tensor in tensors(found) if storage(tensor) not in given]
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        if own or writes:  # else a view
+        self.made |= set(map(storage, own))
+        if own or written:  # else a view
             self.done.append((func, args, kwargs, own))
         return found
+
+    def undo(self) -> None:
+        for memory, content in self.before.values():
+            memory.copy_(content)
 
     def play(self) -> None:
         for func, args, kwargs, own in self.done:
@@ -63,14 +74,11 @@ class Taped(Graph):
 
     def _record(self, step: Callable[[], Any], stream: Any, other: Graph | None) -> Any:
         self.tape, self.runs = Tape(), 0
-        live = {storage(o): o.untyped_storage() for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)}
-        before = [(memory, memory.clone()) for memory in live.values()]
         try:
             with self.tape:
                 return step()
         finally:
-            for memory, content in before:
-                memory.copy_(content)
+            self.tape.undo()
 
     def _run(self) -> None:
         self.runs += 1
