@@ -273,11 +273,13 @@ class Recorder:
 
     def _once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step, in Python."""
-        stepped = 0
+        stepped, trained = 0, False
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
         def count(*_: Any) -> None:
-            nonlocal stepped
+            nonlocal stepped, trained
             stepped += 1
+            trained = any(parameter.grad is not None for parameter in parameters)
 
         self.optimizer.zero_grad()
         handle = self.optimizer.register_step_post_hook(count)
@@ -289,6 +291,11 @@ class Recorder:
             raise RuntimeError(
                 f"a recorded step must call the optimizer's step() once, and this one called it {stepped} times: give "
                 "recorded() a function that does one whole training step, all accumulated passes included."
+            )
+        if not trained:
+            raise RuntimeError(
+                "a recorded step clears the gradients first, and this one came to the optimizer's step() without new "
+                "ones: give recorded() a function that does the forward and the backward pass, too."
             )
         for leaf in pytree.tree_leaves(found):
             if not isinstance(leaf, PLAIN):

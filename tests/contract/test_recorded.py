@@ -367,6 +367,13 @@ def test_refuses_what_is_no_training_step(change: Any, words: str) -> None:
         autoopt.recorded(change(step), optimizer)(*batches(1)[0])
 
 
+def test_refuses_the_step_of_the_optimizer_alone() -> None:
+    model, optimizer, _ = made()
+    F.cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
+    with pytest.raises(RuntimeError, match="the forward and the backward pass, too"):
+        autoopt.recorded(optimizer.step, optimizer)()
+
+
 def test_refuses_what_a_graph_cannot_be_given_or_return() -> None:
     _, optimizer, step = made()
     x, y = batches(1)[0]
