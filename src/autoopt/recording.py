@@ -162,11 +162,11 @@ class Recorder:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        kind, device = self._kind(leaves, structure), self._device()
+        arguments, device = _arguments(leaves), self._device()
         if device is None:
             self._refuse()
             return self._once(args, kwargs)
-        known = self._known(kind)
+        known = self._known(self._kind(structure, arguments))
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
 
         def step(inputs: list[Tensor]) -> Any:
@@ -186,29 +186,18 @@ class Recorder:
                 return found
             known.graph = self._recorded(step, inputs)
         found = known.graph.replay(tensors)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        torch.autograd.graph.increment_version(parameters)
+        torch.autograd.graph.increment_version(self._parameters())
         for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
             hook(self.optimizer, (), {})
         return found
 
     # Which step it is.
 
-    def _kind(self, leaves: list[Any], structure: pytree.TreeSpec) -> Kind:
-        arguments: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, PLAIN):
-                raise TypeError(
-                    f"a recorded step was given {type(leaf).__name__}: give it tensors, numbers, words and None, in "
-                    "lists, tuples and dicts if need be."
-                )
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise ValueError(
-                    f"a recorded step was given a tensor of shape {tuple(leaf.shape)} that requires a gradient, which "
-                    "it would not get: detach it."
-                )
-            arguments.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf))
-        buckets, groups = self.optimizer._made_buckets(), self.optimizer.param_groups
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _kind(self, structure: pytree.TreeSpec, arguments: list[Any]) -> Kind:
+        buckets = self.optimizer._made_buckets()
         if buckets is not self.buckets:  # the state has moved: no graph knows where to
             source = self.optimizer._now.source
             self.layers = [] if source is None or source.model is None else list(source.model.modules())
@@ -217,8 +206,8 @@ class Recorder:
         return Kind(
             structure,
             arguments,
-            [{name: value for name, value in group.items() if name not in names} for group in groups],
-            [(p.data_ptr(), p.requires_grad) for group in groups for p in group["params"]],
+            [{k: v for k, v in group.items() if k not in names} for group in self.optimizer.param_groups],
+            [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters()],
             [b.data_ptr() for layer in self.layers for b in layer._buffers.values() if b is not None],
             [layer.training for layer in self.layers],
             (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
@@ -246,8 +235,7 @@ class Recorder:
         return device if device.type == "cuda" else None
 
     def _refuse(self) -> None:
-        groups = self.optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = self._parameters()
         devices = {parameter.device for parameter in parameters}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
@@ -255,7 +243,7 @@ class Recorder:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if (distributed and torch.distributed.get_world_size() > 1) or any(map(sharded.is_sharded, parameters)):
             raise RuntimeError("a step of several processes cannot be recorded: call the step itself.")
-        if any(group["measure_every"] > 1 for group in groups):
+        if any(group["measure_every"] > 1 for group in self.optimizer.param_groups):
             raise RuntimeError(
                 "the steps of an optimizer with measure_every= differ, and a graph is always the same: leave the "
                 "option out, since in a graph it saves little."
@@ -274,12 +262,11 @@ class Recorder:
     def _once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step, in Python."""
         stepped, trained = 0, False
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
         def count(*_: Any) -> None:
             nonlocal stepped, trained
             stepped += 1
-            trained = any(parameter.grad is not None for parameter in parameters)
+            trained = any(parameter.grad is not None for parameter in self._parameters())
 
         self.optimizer.zero_grad()
         handle = self.optimizer.register_step_post_hook(count)
@@ -339,6 +326,24 @@ class Recorder:
             yield
         finally:
             self.optimizer._optimizer_step_post_hooks = hooks
+
+
+def _arguments(leaves: list[Any]) -> list[Any]:
+    """Shape and dtype of a tensor, anything else as it is."""
+    found: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, PLAIN):
+            raise TypeError(
+                f"a recorded step was given {type(leaf).__name__}: give it tensors, numbers, words and None, in lists, "
+                "tuples and dicts if need be."
+            )
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ValueError(
+                f"a recorded step was given a tensor of shape {tuple(leaf.shape)} that requires a gradient, which it "
+                "would not get: detach it."
+            )
+        found.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf))
+    return found
 
 
 def _copied(found: Any) -> Any:

@@ -9,23 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from autoopt import (
-    AutoAdaDelta,
-    AutoAdaGrad,
-    AutoAdam,
-    AutoAdamW,
-    AutoGaussNewton,
-    AutoNAdam,
-    AutoRMSprop,
-    AutoSGD,
-)
+from autoopt import AutoAdam, AutoGaussNewton, AutoNAdam, AutoRMSprop, AutoSGD
 from autoopt.optim.bucket import Bucket
 from autoopt_lab.memory import allocated
 from contract.small import assert_same, backward, batches, mlp, snapshot, train
+from trust.subjects import SUBJECTS
 
-KINDS = (AutoSGD, AutoAdam, AutoAdaGrad, AutoAdamW, AutoNAdam, AutoRMSprop, AutoAdaDelta, AutoGaussNewton)
 MAKES: list[Any] = [
-    *(functools.partial(kind, rule=rule) for kind in KINDS for rule in ("robust", "paper")),
+    *SUBJECTS.values(),
     functools.partial(AutoSGD, weight_decay=0.1),
     functools.partial(AutoSGD, weight_decay=0.1, decoupled_weight_decay=True),
     functools.partial(AutoAdam, weight_decay=0.1),
