@@ -5,7 +5,9 @@
 Needs torch, transformers and a CUDA device. In one process: the plain optimizer, ours, the plain one again, 32 steps
 each after 18; the time of a step is the median over steps, memory the peak. "eager" is the loop as people write it,
 "compiled" the same with torch.compile(model), and "graph" the whole step (forward, backward and step()) as one CUDA
-graph, in which the host costs nothing. "every 16" is measure_every=16, of which a mean is taken too.
+graph, in which the host costs nothing; "recorded" is that graph as autoopt.recorded() makes it, which copies the batch
+and the loss, with a mean too; memory of both is what they hold when nothing runs. "every 16" is measure_every=16, of
+which a mean is taken too.
 """
 
 import argparse
@@ -28,10 +30,11 @@ import torch.nn.functional as F
 from gpu_check import resnet18
 from torch import nn
 
-from autoopt import AutoAdam, AutoSGD
+from autoopt import AutoAdam, AutoSGD, recorded
 from autoopt.moments import operation, product
 
-Subject = tuple[nn.Module, Callable[[], torch.Tensor]]
+Batch = tuple[torch.Tensor, ...]
+Subject = tuple[nn.Module, Callable[..., torch.Tensor], Batch]  # a model, its loss of a batch, and the batch
 WARM, TIMED = 18, 32  # the first 16 steps of "every 16" all measure
 
 
@@ -41,7 +44,7 @@ def resnet(device: str, small: bool) -> Subject:
     model = resnet18().to(device).to(memory_format=torch.channels_last)
     x = torch.randn(samples, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (samples,), device=device)
-    return model, lambda: F.cross_entropy(model(x), y)
+    return model, lambda x, y: F.cross_entropy(model(x), y), (x, y)
 
 
 def gpt2(device: str, small: bool) -> Subject:
@@ -51,7 +54,7 @@ def gpt2(device: str, small: bool) -> Subject:
     sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500} if small else {}
     model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)).to(device).train()
     tokens = torch.randint(0, model.config.vocab_size, (8, 32 if small else 1024), device=device)
-    return model, lambda: model(tokens, labels=tokens).loss
+    return model, lambda tokens: model(tokens, labels=tokens).loss, (tokens,)
 
 
 def vit(device: str, small: bool) -> Subject:
@@ -63,7 +66,7 @@ def vit(device: str, small: bool) -> Subject:
     side, samples = model.config.image_size, 4 if small else 64
     x = torch.randn(samples, 3, side, side, device=device)
     y = torch.randint(0, 1000, (samples,), device=device)
-    return model, lambda: F.cross_entropy(model(pixel_values=x).logits, y)
+    return model, lambda x, y: F.cross_entropy(model(pixel_values=x).logits, y), (x, y)
 
 
 SUBJECTS = {"resnet18": resnet, "gpt2": gpt2, "vit-b16": vit}
@@ -84,15 +87,19 @@ class Loop:
         if self.cuda:
             torch.cuda.synchronize()
             self.before = torch.cuda.memory_allocated()  # what earlier runs left
-        self.model, self.loss = subject(device, small)
+        self.model, self.loss, self.batch = subject(device, small)
         self.optimizer = make(self.model)
 
-    def step(self) -> None:
+    def train(self, *batch: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
         with torch.autocast(self.device, torch.bfloat16):
-            loss = self.loss()
+            loss = self.loss(*batch)
         loss.backward()
         self.optimizer.step()
+        return loss
+
+    def step(self) -> None:
+        self.train(*self.batch)
 
     def sync(self) -> None:
         if self.cuda:
@@ -168,7 +175,27 @@ class Loop:
             self.step()
         for _ in range(5):
             graph.replay()
-        return {"ms": statistics.median(self.times(graph.replay))}
+        return {"ms": statistics.median(self.times(graph.replay)), "held MiB": self.held()}
+
+    def held(self) -> float:
+        """MiB of model, optimizer and what graphs keep for themselves, when nothing runs."""
+        self.sync()
+        free()
+        return (torch.cuda.memory_reserved() - self.before) / 2**20
+
+    def recorded(self) -> dict[str, float]:
+        """The step through autoopt.recorded()."""
+        step = recorded(self.train, self.optimizer)
+        for _ in range(8):
+            step(*self.batch)
+        times = self.times(lambda: step(*self.batch))
+        found = {"ms": statistics.median(times), "mean ms": statistics.mean(times)}
+        self.sync()
+        start = time.perf_counter()
+        for _ in range(3):
+            step(*self.batch)
+        found |= {"host ms": (time.perf_counter() - start) / 3 * 1e3, "held MiB": self.held()}
+        return found
 
     def profile(self) -> str:
         """Where the time goes: kernels, then the host."""
@@ -241,6 +268,8 @@ def measure(name: str, options: argparse.Namespace, texts: list[str]) -> list[di
                 if loop.cuda and variant in ("plain", "auto", "auto triton"):
                     with without_mask() if name == "vit-b16" else contextlib.nullcontext():
                         row["graph"] = rounded(loop.graph())
+                        if variant != "plain":
+                            row["recorded"] = rounded(loop.recorded())
                 if kind == "SGD" and name in options.compile and variant in ("plain", "auto"):
                     row["compiled"] = rounded(loop.compiled())
             except Exception as error:  # the other rows are worth having
@@ -291,9 +320,11 @@ def table(rows: list[dict[str, Any]]) -> None:
         if "MiB" in row["eager"]:
             line += f", memory {row['eager']['MiB'] / statistics.mean(r['eager']['MiB'] for r in plain):.3f}"
             line += f", syncs {row['eager']['syncs'] - plain[0]['eager']['syncs']:+.0f}"
-        for way in ("graph", "compiled"):
-            if way in row and way in plain[0]:
-                line += f", {way} {row[way]['ms'] / plain[0][way]['ms']:6.3f} of {plain[0][way]['ms']:.2f} ms"
+        for way, over in (("graph", "graph"), ("recorded", "graph"), ("compiled", "compiled")):
+            if way in row and over in plain[0]:
+                line += f", {way} {row[way]['ms'] / plain[0][over]['ms']:6.3f} of {plain[0][over]['ms']:.2f} ms"
+                if "held MiB" in row[way]:
+                    line += f" (memory {row[way]['held MiB'] / plain[0][over]['held MiB']:.3f})"
         line += f", mean {row['eager']['mean ms'] / statistics.mean(r['eager']['mean ms'] for r in plain):.3f}"
         print(line)
 
