@@ -5,9 +5,10 @@
 Trains, with the laboratory's vectorised engine, {MNIST, CIFAR-10} x {SGD, Adam, AdaGrad} x N, and a shift of labels at
 half time at N = 128. Stage 1: the rule as it was with five seeds, and every change of a constant with two; stage 2:
 four bounds of |w| with five seeds each; stage 3: larger steps at the start; stage 4: the shift alone, with thirty
-seeds, and with two other bounds of the length of a step with ten. (What came later is in them now: the decay by the
-share of signal in all, first steps by it in 3 and 4.) One line of JSON per run (docs/research.md). Chunks of few runs
-leave a GPU idle, so several train at once, on streams of their own.
+seeds, and with two other bounds of the length of a step with ten; stage 5: the same, with other momenta after it. (What
+came later is in them now: the decay by the share of signal and the lighter momentum after a shift in all, first steps
+by that share in 3 and 4.) One line of JSON per run (docs/research.md). Chunks of few runs leave a GPU idle, so several
+train at once, on streams of their own.
 """
 
 import argparse
@@ -33,7 +34,8 @@ from autoopt_lab.tasks import Data, cifar10, digits, mnist
 
 TASKS = {"mnist": mnist, "cifar10": cifar10, "digits": digits}
 NAMES = (
-    "LARGEST", "EARLY", "SIGNAL", "DECAY", "ENOUGH", "LEAST", "CLEAR", "MOST", "WARM_UP", "LONGEST", "GROWTH", "WINDOW",
+    "LIGHT", "LARGEST", "EARLY", "SIGNAL", "DECAY", "ENOUGH", "LEAST", "CLEAR", "MOST", "WARM_UP", "LONGEST", "GROWTH",
+    "WINDOW",
 )  # fmt: skip
 CONSTANTS = {name: getattr(robust, name) for name in NAMES}
 FIRST: dict[str, dict[str, float]] = {  # before |w| was bounded
@@ -58,21 +60,28 @@ THIRD: dict[str, dict[str, float]] = {  # before the length of a step was bounde
     "growth 1, early 0.009": {"GROWTH": 1},
 }
 FOURTH: dict[str, dict[str, float]] = {
-    "longest 1.6": {},  # the rule as it is
+    "longest 1.6": {},
     "longest 1.5": {"LONGEST": 1.5},
     "any length": {"LONGEST": 1e9},
+}
+FIFTH: dict[str, dict[str, float]] = {
+    "light 0.85": {},  # the rule as it is
+    "light 0.9": {"LIGHT": 0.9},
+    "light 0.8": {"LIGHT": 0.8},
 }
 VARIANTS: dict[str, dict[str, float]] = {
     **{name: {"GROWTH": 1e9, "SIGNAL": 0, "EARLY": 1, "LONGEST": 1e9, **changed} for name, changed in FIRST.items()},
     **{name: {"SIGNAL": 0, "EARLY": 1, "LONGEST": 1e9, **changed} for name, changed in SECOND.items()},
     **{name: {"LONGEST": 1e9, **changed} for name, changed in THIRD.items()},
     **FOURTH,
+    **FIFTH,
 }
 STAGES = {  # variant -> seeds
     1: {"base": 5, **dict.fromkeys(tuple(FIRST)[1:], 2)},
     2: dict.fromkeys(SECOND, 5),
     3: {**dict.fromkeys(THIRD, 5), "growth 2, cap 0.006": 5},
     4: {**dict.fromkeys(FOURTH, 10), "longest 1.6": 30},
+    5: {**dict.fromkeys(FIFTH, 10), "light 0.85": 20},
 }
 CHANGED = (8, 32, 128)  # N at which the changes were tried at first
 

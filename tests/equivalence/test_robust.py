@@ -16,6 +16,7 @@ from autoopt import AutoAdaGrad, AutoAdam, AutoGaussNewton, AutoSGD
 from autoopt.oracle import relative
 from autoopt.oracle.relative import signal
 from reference import NaiveRobust, contributions
+from reference.robust import momentum, reach
 
 KINDS: dict[str, Any] = {"sgd": AutoSGD, "adam": AutoAdam, "adagrad": AutoAdaGrad}
 TOLERANCE = 1e-9  # float64, some hundred operations on each number
@@ -70,6 +71,8 @@ def assert_equal(kind: str, every: int, batches: list[tuple[Tensor, Tensor]]) ->
         for name, chosen in optimizer.tuned().items():
             where = f"{name} at step {step}"
             assert chosen.lr == pytest.approx(naive.tensors[name].rate, rel=TOLERANCE), where
+            to_come = momentum(naive.count + 1, naive.tensors[name].t + 1)
+            assert chosen.momentum == pytest.approx(to_come, rel=TOLERANCE), where
             wanted = naive.tensors[name].weight
             assert (model.get_parameter(name) - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), where
     with optimizer.averaged():
@@ -133,6 +136,7 @@ def test_no_step_is_long_even_where_the_gradient_jumps(kind: str) -> None:
         ((1e4 if step >= 200 else 1) * (model(x) - x[:, :30]).square().mean()).backward()
         optimizer.step()
         largest = 0.009 if kind == "sgd" else 0.006  # of Adam's gradient, in its metric, little is signal
+        largest *= reach(0.85)
         assert (model.weight - before).norm() <= 1.6 * largest * before.norm() * (1 + 1e-12), step
 
 

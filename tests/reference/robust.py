@@ -20,6 +20,16 @@ def relative_step(count: float, age: int, share: float) -> float:
     return min(largest, decay(share) / max(count, 1) ** 0.5) * min(1, age / 100)
 
 
+def momentum(count: float, age: int) -> float:
+    """β, the same: 0.85 right after a shift, 0.9 if there was none."""
+    return 0.85 + 0.05 * count / age
+
+
+def reach(beta: float) -> float:
+    """The part of a step that leads noise as far as a whole one with β = 0.9."""
+    return ((1 - beta) / (1 + beta) / (0.1 / 1.9)) ** 0.5
+
+
 class NaiveRobust:
     """The tensors of a model under the robust rule, given their c_i. `metric` is "sgd", "adam" or "adagrad"."""
 
@@ -33,7 +43,7 @@ class NaiveRobust:
         self.count += 1
         tensors = [(self.tensors[name], c) for name, c in contributions.items()]
         measures = self.taken < self.every or self.taken % self.every == 0
-        looks = [tensor.look(c, measures) for tensor, c in tensors]
+        looks = [tensor.look(c, measures, self.count) for tensor, c in tensors]
         for limit, ratios in zip((0.3, 1.0), zip(*looks, strict=True), strict=True):
             known = [ratio for ratio in ratios if ratio is not None]
             if known and sum(known) / len(known) > limit:
@@ -57,20 +67,21 @@ class _Tensor:
         self.estimate = torch.zeros_like(self.weight)
         self.square = torch.zeros_like(self.weight)
         self.t = 0
+        self.beta, self.left = 0.9, 1.0  # of the last step, and the product of all
         self.sizes: list[float] = []  # |d|² of every step
         self.gradients: list[float] = []  # <g, g> of every step with a spread, of all while none had one
         self.variances: list[float] = []  # V̂ of every step with a spread
         self.alignments: list[float] = []  # <g, u> of every step but the first
         self.rate = 0.0
 
-    def look(self, contributions: Tensor, measures: bool) -> tuple[float | None, float | None]:
+    def look(self, contributions: Tensor, measures: bool, count: float) -> tuple[float | None, float | None]:
         """Take the gradient in; the alignment over the noise and over what was usual, where these are known."""
         N, g = len(contributions), contributions.sum(0)
         h = self.h = self._next_metric(g)
         noise = recent(self.variances) if self.variances else recent(self.gradients)
         usual = recent(a * a for a in self.alignments) ** 0.5
         if self.t > 0:
-            self.alignments.append((g * self.estimate / h).sum().item() / (1 - 0.9**self.t))
+            self.alignments.append((g * self.estimate / h).sum().item() / (1 - self.left))
         aligned = recent(self.alignments, 0.9)
         ratios = aligned / noise if self.t > 10 and noise > 0 else None, aligned / usual if self.t > 100 else None
         if not measures:
@@ -83,7 +94,9 @@ class _Tensor:
         if N > 1 or not measures or not self.variances:
             self.gradients.append((g * g / h).sum().item())
         self.t += 1
-        self.estimate = 0.9 * self.estimate + 0.1 * g
+        self.beta = momentum(count, self.t)
+        self.left *= self.beta
+        self.estimate = self.beta * self.estimate + (1 - self.beta) * g
         return ratios
 
     def share(self) -> float | None:
@@ -91,12 +104,12 @@ class _Tensor:
         return max(-1, 1 - recent(self.variances) / recent(self.gradients)) if self.variances else None
 
     def move(self, count: float, share: float) -> None:
-        d = self.estimate / (1 - 0.9**self.t) / self.h
+        d = self.estimate / (1 - self.left) / self.h
         self.sizes.append((d * d).sum().item())
         length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
         length = min(length, 2 * self.start)
         size = max(recent(self.sizes), self.sizes[-1] / 1.6**2) ** 0.5
-        self.rate = relative_step(count, self.t, share) * length / size
+        self.rate = relative_step(count, self.t, share) * reach(self.beta) * length / size
         self.weight = self.weight - self.rate * d
         newest = 5 / (max(count, 1) + 4)
         self.average = (1 - newest) * self.average + newest * self.weight

@@ -13,7 +13,6 @@ from autoopt.optim.fused import Form
 from autoopt.optim.options import Shared, flag, number
 from autoopt.optim.reading import Reading
 from autoopt.optim.rmsprop import averaged_square
-from autoopt.optim.rule import Share
 
 
 class AutoAdam(AutoOptimizer):
@@ -91,5 +90,5 @@ class AutoNAdam(AutoAdam):
     Its options are those of `AutoAdam`.
     """
 
-    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
+    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor:
         return add_(torch.mul(estimate, kept, out=bucket.scratch("spare")), gradient, new)

@@ -23,7 +23,7 @@ from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
 from autoopt.optim.reading import Reading, Swept, read
 from autoopt.optim.robust import Robust
-from autoopt.optim.rule import Rule, Share
+from autoopt.optim.rule import Rule
 from autoopt.optim.step import move, newest_of
 
 
@@ -291,7 +291,7 @@ class AutoOptimizer(Optimizer, ABC):
         """The names of the tensors that the metric keeps for each parameter."""
         return ()
 
-    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor:
+    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor:
         """What is stepped along, before the metric; ĝ was `kept`·ĝ + `new`·g."""
         return estimate
 

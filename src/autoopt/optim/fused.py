@@ -18,7 +18,6 @@ from torch import Tensor
 from autoopt.capture.aside import recording
 from autoopt.moments.operation import alike
 from autoopt.optim.bucket import AVERAGE, HELD, ROW, STATISTICS, Bucket
-from autoopt.oracle import relative
 
 ENABLED = os.environ.get("AUTOOPT_FUSED") != "0" and importlib.util.find_spec("triton") is not None
 SUMS = 8  # how many there are, below
@@ -55,6 +54,7 @@ class Decision(NamedTuple):
     scale: Tensor  # what to multiply the direction by, for each unit, besides `lr`
     shrink: Tensor  # which share of `weight_decay`, besides `lr`, shrinks the weights, if it is decoupled
     newest: Tensor  # the share of the new weights in their average; after those of the units, the smallest
+    momentum: Tensor  # β of this step, for each unit
 
 
 def available(device: torch.device) -> bool:
@@ -139,17 +139,17 @@ class Sweep:
             "num_warps": kernels.WARPS,
         }
         share = 0.0 if form.decay is None else 1 - form.decay
-        self.numbers = (relative.MOMENTUM, 1 - relative.MOMENTUM, share, form.eps, float(decay))
+        self.numbers = (share, form.eps, float(decay))
 
-        estimate, runs = bucket.buffers["estimate"], len(bucket.runs[0]) - 1
+        estimate, runs, known = bucket.buffers["estimate"], len(bucket.runs[0]) - 1, bucket.statistics
         out = torch.empty(runs, SUMS, dtype=STATISTICS, device=bucket.device)
         spread = self.gradient.table if squares is None else square.table if square else squares
         with torch.cuda.device_of(estimate):
             kernels.sums[(runs,)](
                 self.gradient.table, spread, estimate, self.second,
-                self.weights.table, out, bucket.runs[0], bucket.tensor_of_row, bucket.first_rows,
+                self.weights.table, out, bucket.runs[0], bucket.tensor_of_row, bucket.unit_of_row, bucket.first_rows,
                 bucket.sizes, out if self.present is None else self.present.view(torch.uint8),
-                self.powers, out if sizes is None else sizes,
+                self.powers, out if sizes is None else sizes, known["count"], known["age"],
                 *self.numbers, MEASURES=0 if squares is None else 2 if square else 1, CHANGED=sizes is not None,
                 PRESENT=self.present is not None, **self.shared,
             )  # fmt: skip
@@ -175,7 +175,7 @@ class Sweep:
         block = min(1 << (tensors - 1).bit_length(), UNITS)
         moves = torch.empty(tensors, dtype=torch.uint8, device=bucket.device)
         room = (units | 1) + 1  # one more, and even: Triton compiles anew for what does not begin on 16 bytes
-        scale, shrink, newest = torch.empty(3, room, dtype=STATISTICS, device=bucket.device).unbind()
+        scale, shrink, newest, momentum = torch.empty(4, room, dtype=STATISTICS, device=bucket.device).unbind()
         with torch.cuda.device_of(matrix):
             kernels.decide[(1,)](
                 matrix, float(samples) if isinstance(samples, int) else matrix if samples is None else samples,
@@ -184,13 +184,13 @@ class Sweep:
                 bucket.unit_of_tensor, bucket.elements, bucket.steps,
                 known["count"], known["noise"], known.get(HELD, matrix), known["carry"], known["age"], known["start"],
                 known["size"], known["gradient"], known["variance"], known["measured"], known["alignment"],
-                known["usual"], known["rate"], moves, scale, shrink, newest, units,
+                known["usual"], known["rate"], moves, scale, shrink, newest, momentum, units,
                 MEASURES=samples is not None, COUNTED=isinstance(samples, Tensor), HOLDS=HELD in known,
                 ALONE=total is None, PRESENT=self.present is not None, TENSORS=tensors, BLOCK=block,
                 num_warps=min(max(block // 32, 1), 16),
             )  # fmt: skip
         torch.autograd.graph.increment_version([*known.values(), bucket.steps])
-        return Decision(moves, scale, shrink, newest)
+        return Decision(moves, scale, shrink, newest, momentum)
 
     def apply(self, decision: Decision) -> None:
         """The last kernel."""

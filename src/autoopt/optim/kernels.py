@@ -23,6 +23,9 @@ WARPS = 8
 # Triton takes a number of the host for a float32, and a constexpr for what it is. It stands to the right of an
 # operator: on the left of a tensor the interpreter would make a constexpr of both.
 MOMENTUM = tl.constexpr(relative.MOMENTUM)
+LOG_MOMENTUM = tl.constexpr(math.log(relative.MOMENTUM))
+LIGHT = tl.constexpr(relative.LIGHT)
+SPREADS = tl.constexpr((1 + relative.MOMENTUM) / (1 - relative.MOMENTUM))
 SMOOTHING = tl.constexpr(relative.SMOOTHING)
 LOG_SMOOTHING = tl.constexpr(math.log(relative.SMOOTHING))
 LARGEST = tl.constexpr(relative.LARGEST)
@@ -78,6 +81,12 @@ def _weight(powers, tensor, known, has, share):
 
 
 @triton.jit
+def _momentum(count, age):
+    """As `relative.momentum`."""
+    return count / age * (MOMENTUM - LIGHT) + LIGHT
+
+
+@triton.jit
 def _factor(sizes, tensor, known):
     """What the gradient was multiplied by since the backward pass, by its length now and then, as `Source.factors`."""
     now = tl.load(sizes + 2 * tensor, mask=known, other=1.0).to(tl.float32)
@@ -89,7 +98,7 @@ def _factor(sizes, tensor, known):
 @triton.jit
 def _row_sums(
     gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, powers, sizes,
-    kept, new, share, eps, weight_decay,
+    beta, share, eps, weight_decay,
     METRIC: tl.constexpr, MEASURES: tl.constexpr, CHANGED: tl.constexpr, PRESENT: tl.constexpr, COUPLED: tl.constexpr,
     ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
@@ -112,7 +121,7 @@ def _row_sums(
     spread = tl.zeros((TILE,), tl.float32)
     weighted = tl.zeros((TILE,), tl.float32)
     raw_gg = size
-    filtered = tl.where(has[:, None], kept * u, u) + new * g
+    filtered = tl.where(has[:, None], beta.to(tl.float32) * u, u) + (1 - beta).to(tl.float32) * g
     natural = g
     if METRIC != 0:
         s = tl.load(second + rows, mask=valid[:, None], other=0.0)
@@ -148,8 +157,8 @@ def _row_sums(
 
 @triton.jit
 def sums(
-    gradient, square, estimate, second, weights, out, starts, tensor_of_row, first_rows, elements, present, powers,
-    sizes, kept, new, share, eps, weight_decay,
+    gradient, square, estimate, second, weights, out, starts, tensor_of_row, unit_of_row, first_rows, elements, present,
+    powers, sizes, counts, ages, share, eps, weight_decay,
     METRIC: tl.constexpr, MEASURES: tl.constexpr, CHANGED: tl.constexpr, PRESENT: tl.constexpr, COUPLED: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr, WIDTH: tl.constexpr,
@@ -157,6 +166,8 @@ def sums(
     """The sums over one run of rows, all of one unit; those of a row in float32, theirs in float64."""
     run = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + run), tl.load(starts + run + 1)
+    unit = tl.load(unit_of_row + begin)
+    beta = _momentum(tl.load(counts + unit) + 1, tl.load(ages + unit) + 1)  # both with this step
     s0 = tl.zeros((TILE,), tl.float64)
     s1 = tl.zeros((TILE,), tl.float64)
     s2 = tl.zeros((TILE,), tl.float64)
@@ -175,13 +186,13 @@ def sums(
         if tl.min(left, 0) >= WIDTH:
             r0, r1, r2, r3, r4, r5, r6, r7 = _row_sums(
                 gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, powers,
-                sizes, kept, new, share, eps, weight_decay, METRIC, MEASURES, CHANGED, PRESENT, COUPLED,
+                sizes, beta, share, eps, weight_decay, METRIC, MEASURES, CHANGED, PRESENT, COUPLED,
                 ALIGNED, True, TILE, WIDTH,
             )  # fmt: skip
         else:
             r0, r1, r2, r3, r4, r5, r6, r7 = _row_sums(
                 gradient, square, estimate, second, weights, tensor, within, row, valid, left, present, powers,
-                sizes, kept, new, share, eps, weight_decay, METRIC, MEASURES, CHANGED, PRESENT, COUPLED,
+                sizes, beta, share, eps, weight_decay, METRIC, MEASURES, CHANGED, PRESENT, COUPLED,
                 ALIGNED, False, TILE, WIDTH,
             )  # fmt: skip
         s0 += r0
@@ -273,7 +284,7 @@ def _rate(ratio, weights, start, elements, size, now):
 def decide(
     sums, samples, total, present, unit_of_tensor, elements,
     steps, counts, noises, helds, carries, ages, starts, sizes, gradients, variances, measurements, alignments, usuals,
-    rates, moves, scales, shrinks, newests, units,
+    rates, moves, scales, shrinks, newests, betas, units,
     MEASURES: tl.constexpr, COUNTED: tl.constexpr, HOLDS: tl.constexpr, ALONE: tl.constexpr, PRESENT: tl.constexpr,
     TENSORS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -316,19 +327,20 @@ def decide(
     else:
         v = tl.load(helds + unit, mask=valid, other=0.0)
         measured = live & (v == v) & (gg > 0)
+    beta = _momentum(count + live.to(tl.float64), age + 1)
     tl.debug_barrier()  # several threads may hold one lane: all have read what follows writes
 
     # whether the weights travel, by what was known before this step and by its alignment
-    correction = 1 - carry
-    estimate = gm / correction
+    estimate = gm / (1 - carry)
     noise = tl.where(seen > 0, _larger(_corrected(variance, seen), 0.0), _corrected(gradient, age))
     alignment = tl.where(later, _drawn(alignment, estimate, MOMENTUM), alignment)
-    travels = _travels(alignment / correction, noise, tl.sqrt(_corrected(usual, age - 1)), age, live)
+    steady = alignment / (1 - tl.exp(age * LOG_MOMENTUM))
+    travels = _travels(steady, noise, tl.sqrt(_corrected(usual, age - 1)), age, live)
     count += live.to(tl.float64)
     count = tl.where(live & travels, count / 2, count)
 
     # what is known with this step
-    carry = tl.where(live, carry * MOMENTUM, carry)
+    carry = tl.where(live, carry * beta, carry)
     correction = 1 - carry
     age += live.to(tl.float64)
     seen += measured.to(tl.float64)
@@ -343,7 +355,7 @@ def decide(
 
     # the length of the step
     share = _signal(_corrected(variance, seen), _corrected(gradient, seen), live & (seen > 0))
-    ratio = _relative_step(count, age, share)
+    ratio = _relative_step(count, age, share) * tl.sqrt((1 - beta) / (1 + beta) * SPREADS)
     rate = tl.where(live, _rate(ratio, weights, start, of_all, _corrected(size, age), now), rate)
     newest = tl.full((BLOCK,), WINDOW + 1, tl.float64) / (_larger(count, 1.0) + WINDOW)
 
@@ -365,6 +377,7 @@ def decide(
     tl.store(scales + unit, rate / correction, mask=valid)
     tl.store(shrinks + unit, ratio, mask=valid)
     tl.store(newests + unit, newest, mask=valid)
+    tl.store(betas + unit, beta, mask=valid)
     tl.store(newests + units, tl.min(tl.where(valid, newest, 1.0), 0))  # of the unit that counted furthest
 
     # which tensors move
@@ -383,8 +396,8 @@ def decide(
 
 @triton.jit
 def _update_rows(
-    gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest, powers,
-    kept, new, share, eps, weight_decay,
+    gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest, beta,
+    powers, share, eps, weight_decay,
     METRIC: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, AVERAGES: tl.constexpr,
     ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
     TILE: tl.constexpr, WIDTH: tl.constexpr,
@@ -398,7 +411,7 @@ def _update_rows(
     u = tl.load(estimate + rows, mask=moved[:, None], other=0.0)
     if COUPLED:
         g = g + weight_decay * w
-    u = kept * u + new * g
+    u = beta.to(tl.float32)[:, None] * u + (1 - beta).to(tl.float32)[:, None] * g
     tl.store(estimate + rows, u, mask=moved[:, None])
     change = u
     if METRIC != 0:
@@ -424,7 +437,7 @@ def _update_rows(
 @triton.jit
 def update(
     gradient, estimate, second, weights, average, rows, tensor_of_row, unit_of_row, first_rows, elements, moves, scales,
-    shrinks, newests, powers, kept, new, share, eps, weight_decay, lr,
+    shrinks, newests, betas, powers, share, eps, weight_decay, lr,
     METRIC: tl.constexpr, COUPLED: tl.constexpr, DECOUPLED: tl.constexpr, AVERAGES: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -441,18 +454,19 @@ def update(
     shrink = tl.zeros((TILE,), tl.float32)
     if DECOUPLED:
         shrink = lr * weight_decay * tl.load(shrinks + unit, mask=moved, other=0.0).to(tl.float32)
+    beta = tl.load(betas + unit, mask=moved, other=0.0)
     newest = tl.zeros((TILE,), tl.float32)
     if AVERAGES:
         newest = tl.load(newests + unit, mask=moved, other=0.0).to(tl.float32)
     if tl.min(left, 0) >= WIDTH:
         _update_rows(
             gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest,
-            powers, kept, new, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
+            beta, powers, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
             ALIGNED, True, TILE, WIDTH,
         )  # fmt: skip
     else:
         _update_rows(
             gradient, estimate, second, weights, average, tensor, within, row, moved, left, scale, shrink, newest,
-            powers, kept, new, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
+            beta, powers, share, eps, weight_decay, METRIC, COUPLED, DECOUPLED, AVERAGES,
             ALIGNED, False, TILE, WIDTH,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from autoopt.oracle import relative
 
 
 class Robust:
-    """u = β u + (1 - β) g, d = u/ĥ, w ← w - ρ |w| d / rms|d| or less; ρ falls with n, and n while the data shifts."""
+    """u = β u + (1 - β) g, d = u/ĥ, w ← w - ρ |w| d / rms|d| or less; ρ falls with n, n and β while the data shifts."""
 
     asks_mm = False
 
@@ -27,20 +27,21 @@ class Robust:
             "rate": 0.0,
         }  # fmt: skip
 
-    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[float, float]:
-        return relative.MOMENTUM, 1 - relative.MOMENTUM
+    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
+        beta = self._momentum(bucket)
+        return beta, 1 - beta
 
     def length(
         self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths
     ) -> tuple[Tensor, Tensor]:
         known, live, measured = bucket.statistics, products.live, products.measured
-        correction = 1 - known["carry"]  # u started at zero, and so did the alignment
-        estimate = products.gm / correction
+        beta = self._momentum(bucket)
+        estimate = products.gm / (1 - known["carry"])  # u started at zero
         later = live & (known["age"] > 0)  # the first step has no alignment
         ever = known["measured"] > 0
-        self._look(bucket, live, later, ever, estimate, correction)
+        self._look(bucket, live, later, ever, estimate)
 
-        correction = 1 - bucket.keep("carry", live, known["carry"] * relative.MOMENTUM)
+        correction = 1 - bucket.keep("carry", live, known["carry"] * beta)
         size, square = lengths()
         size = size / correction.square()
         known["gradient"].masked_fill_(measured > ever, 0.0)  # it begins again with the first V̂
@@ -61,27 +62,29 @@ class Robust:
         averages = torch.stack([known["variance"], known["gradient"], known["size"]])  # with this step in them
         spread, whole, average = _corrected(averages, torch.stack([seen, seen, age]))  # a batch of one has no part in s
         share = relative.signal(spread, whole, live & (seen > 0))
-        ratio = relative.relative_step(known["count"], age, share)
+        ratio = relative.relative_step(known["count"], age, share) * relative.reach(beta)
         smallest = torch.finfo(bucket.compute).tiny
         rate = relative.rate(ratio, square, start, bucket.elements, average, size, smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
 
-    def _look(
-        self, bucket: Bucket, live: Tensor, later: Tensor, ever: Tensor, estimate: Tensor, correction: Tensor
-    ) -> None:
+    def _momentum(self, bucket: Bucket) -> Tensor:
+        """β of this step, which n counts already and t does not, before it is seen whether the weights travel."""
+        return relative.momentum(bucket.statistics["count"], bucket.statistics["age"] + 1)
+
+    def _look(self, bucket: Bucket, live: Tensor, later: Tensor, ever: Tensor, estimate: Tensor) -> None:
         """See whether the weights travel, by what was known before this step and by its alignment; n falls if so."""
         known, age = bucket.statistics, bucket.statistics["age"]
         averages = torch.stack([known["variance"], known["gradient"], known["usual"]])
         spread, whole, usual = _corrected(averages, torch.stack([known["measured"], age, age - 1]))
         noise = torch.where(ever, spread.clamp_min(0), whole)  # no spread seen: all may be noise
         aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
-        aligned = bucket.keep("alignment", later, aligned)
-        travels = relative.travels(aligned / correction, noise, usual.sqrt(), age, live)
+        aligned = bucket.keep("alignment", later, aligned) / (1 - relative.MOMENTUM**age)
+        travels = relative.travels(aligned, noise, usual.sqrt(), age, live)
         bucket.keep("count", live & travels, known["count"] / 2)
 
     def chosen(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        rate = bucket.statistics["rate"]
-        return rate, torch.full_like(rate, relative.MOMENTUM)
+        known = bucket.statistics
+        return known["rate"], relative.momentum(known["count"] + 1, known["age"] + 1)  # of the step to come
 
 
 def _corrected(average: Tensor, steps: Tensor) -> Tensor:

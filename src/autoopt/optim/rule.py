@@ -7,9 +7,6 @@ from torch import Tensor
 
 from autoopt.optim.bucket import Bucket
 
-Share = Tensor | float
-"""One for each unit, or the same for all of them."""
-
 Lengths = Callable[[], Sequence[Tensor]]
 """|d|² of the direction and |w|² of the weights, for each unit; what is not asked for is not computed."""
 
@@ -36,8 +33,8 @@ class Rule(Protocol):
         All rules have "count", n, which the average of the weights goes by, and "noise", V̂/<g,g> of the last step.
         """
 
-    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Share, Share]:
-        """(a, b) of ĝ ← a ĝ + b g."""
+    def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
+        """(a, b) of ĝ ← a ĝ + b g, for each unit."""
 
     def length(
         self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths

@@ -11,7 +11,7 @@ from autoopt.optim import fused
 from autoopt.optim.bucket import AVERAGE, HELD, Bucket, add_, mask_, row_squares
 from autoopt.optim.fused import Decision
 from autoopt.optim.reading import Moments, Reading, Swept
-from autoopt.optim.rule import Products, Rule, Share
+from autoopt.optim.rule import Products, Rule
 
 
 class Metric(Protocol):
@@ -20,7 +20,7 @@ class Metric(Protocol):
     elementwise: bool
 
     def _metric(self, source: Source, reading: Reading, gradient: Tensor, rows: Tensor) -> Tensor | None: ...
-    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Share, new: Share) -> Tensor: ...
+    def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor: ...
     def _moved(self, group: dict[str, Any], bucket: Bucket, change: Tensor, rows: Tensor) -> None: ...
 
 
@@ -75,9 +75,10 @@ def decided(rule: Rule, swept: Swept, total: Tensor | None) -> Decision:
     bucket, sums, present = swept.bucket, swept.sweep.sums, swept.sweep.present
     live, moves = _movers(bucket, sums.size, present, swept.largest(), total)
     products = _judged(bucket, live, sums.gm, None, sums.gg, sums.raw_gg, swept.moments())
+    momentum, _ = rule.filter(swept.group, bucket, products)
     scale, shrink = rule.length(swept.group, bucket, products, lambda: (sums.direction, sums.weights))
     newest = oracle.relative.newest(bucket.statistics["count"])
-    return Decision(moves.to(torch.uint8), scale, shrink, torch.cat([newest, newest.min().view(1)]))
+    return Decision(moves.to(torch.uint8), scale, shrink, torch.cat([newest, newest.min().view(1)]), momentum)
 
 
 def newest_of(reading: Reading | Swept) -> Tensor:
@@ -100,7 +101,7 @@ def _move_rows(optimizer: Metric, rule: Rule, source: Source, reading: Reading, 
 
     metric = optimizer._metric(source, reading, gradient, rows)  # Ĥ, Table 1
     products = _products(optimizer.elementwise, rule, source, reading, live, metric, raw, gradient)
-    kept, new = (p if isinstance(p, float) else bucket.spread(p) for p in rule.filter(group, bucket, products))
+    kept, new = map(bucket.spread, rule.filter(group, bucket, products))
     estimate = add_(bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)), gradient, new)
     direction = over(bucket, optimizer._direction(bucket, estimate, gradient, kept, new), metric, "natural")
     weights = bucket.rows(parameters, "gradient")  # in its place: nothing needs it any more

@@ -7,7 +7,8 @@ changes a step.
 import torch
 from torch import Tensor
 
-MOMENTUM = 0.9  # β of the gradient estimate
+MOMENTUM = 0.9  # β of the gradient estimate while the data stays what it is
+LIGHT = 0.85  # β after it has changed: the estimate is of what it was
 SMOOTHING = 0.99  # of sizes and noise: the last hundred steps
 LARGEST = 0.006  # relative step of the usual length that no tensor exceeds, but at the start
 EARLY = 0.009  # that it does not exceed at the start, where
@@ -41,6 +42,24 @@ def signal(variance: Tensor, gradient: Tensor, known: Tensor) -> Tensor:
     """
     known = known & (gradient > 0)
     return torch.where(known.any(), _mean((1 - variance / gradient).clamp_min(WORST), known), ENOUGH)
+
+
+def momentum(count: Tensor, age: Tensor) -> Tensor:
+    """β, from LIGHT when the data has just changed to MOMENTUM when it never did.
+
+    Args:
+        count: n, steps since the data last changed.
+        age: t, steps altogether.
+    """
+    return LIGHT + (MOMENTUM - LIGHT) * (count / age)
+
+
+def reach(beta: Tensor) -> Tensor:
+    """What to multiply a step by for noise to carry the weights as far as with β = MOMENTUM.
+
+    k steps of one length along an estimate that is all noise lead √(k (1+β)/(1-β)) such lengths away.
+    """
+    return ((1 - beta) / (1 + beta) * ((1 + MOMENTUM) / (1 - MOMENTUM))).sqrt()
 
 
 def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from autoopt_lab.engine.auto import Automatic, Statistics
 from autoopt_lab.engine.rules import State, Step, Trace, divided
 
-MOMENTUM = 0.9  # β of the gradient estimate
+MOMENTUM = 0.9  # β of the gradient estimate while the data stays what it is
+LIGHT = 0.85  # β after it has changed
 SMOOTHING = 0.99  # of sizes and noise
 LARGEST = 0.006  # relative step ρ, but at the start
 EARLY = 0.009  # there, and
@@ -37,7 +38,7 @@ USUAL = 100  # steps before it is known how large an alignment is usual
 
 
 class Robust(Automatic):
-    """u = β u + (1 - β) g, d = u/h, w -= ρ |w| d / rms|d| or less; ρ falls with n, and n while the data shifts."""
+    """u = β u + (1 - β) g, d = u/h, w -= ρ |w| d / rms|d| or less; ρ falls with n, n and β while the data shifts."""
 
     options: ClassVar[Mapping[str, float]] = {"lr": 1.0}
 
@@ -48,7 +49,8 @@ class Robust(Automatic):
             "average": weights,
             "age": zero,  # t
             "count": zero,  # n
-            "momentum_power": zero + 1,  # β^t; the powers are products, which round the same in every run
+            "left": zero + 1,  # the product of all β; powers are products, too, which round the same in every run
+            "momentum_power": zero + 1,
             "smoothing_power": zero + 1,
             "size": zero,  # averages of |d|², V̂ (or <g,g>, where there is no V̂), <g,g>, <g,u>
             "noise": zero,
@@ -67,17 +69,18 @@ class Robust(Automatic):
         spread, total = self.layout.spread, self.layout.total
 
         alignment, usual, travels = self._travels(state, statistics, live)
-        count = state["count"] + 1
+        count, age = state["count"] + 1, state["age"] + 1
+        beta = _momentum(count, age)
         count = torch.where(travels, count / 2, count)
-        age = state["age"] + 1
-        momentum_power, smoothing_power = MOMENTUM * state["momentum_power"], SMOOTHING * state["smoothing_power"]
-        estimate = MOMENTUM * state["estimate"] + (1 - MOMENTUM) * gradient
-        direction = divided(estimate, h) / spread(1 - momentum_power)  # u started at zero
+        left = beta * state["left"]
+        estimate = spread(beta) * state["estimate"] + spread(1 - beta) * gradient
+        direction = divided(estimate, h) / spread(1 - left)  # u started at zero
         now = total(direction * direction)
         size = _smooth(state["size"], now)
         noise = _smooth(state["noise"], self._noise(statistics))
         whole = _smooth(state["gradient"], statistics.gg)
-        ratio = self._ratio(count, age, self._signal(noise, whole, live))
+        ratio = self._ratio(count, age, self._signal(noise, whole, live)) * _reach(beta)
+        smoothing_power = SMOOTHING * state["smoothing_power"]
         length = torch.maximum(size / (1 - smoothing_power), now / LONGEST**2).sqrt()
         rate = ratio * self._bounded(total(weights * weights), state["start"]) / length
         moved = weights - self.option["lr"] * spread(rate) * direction
@@ -87,7 +90,8 @@ class Robust(Automatic):
             "average": state["average"] + spread(newest) * (moved - state["average"]),
             "age": age,
             "count": count,
-            "momentum_power": momentum_power,
+            "left": left,
+            "momentum_power": MOMENTUM * state["momentum_power"],
             "smoothing_power": smoothing_power,
             "size": size,
             "noise": noise,
@@ -97,8 +101,8 @@ class Robust(Automatic):
             "rate": rate,
         }
         kept = self.keep(finite, live, state, new)
-        momentum, noise = torch.full_like(rate, MOMENTUM), statistics.variance / statistics.gg
-        trace = Trace(self.option["lr"] * kept["rate"], momentum, noise)
+        to_come = _momentum(kept["count"] + 1, kept["age"] + 1)
+        trace = Trace(self.option["lr"] * kept["rate"], to_come, statistics.variance / statistics.gg)
         return Step(torch.where(spread(live), moved, weights), kept, trace)
 
     def averaged(self, state: State) -> Tensor:
@@ -110,13 +114,13 @@ class Robust(Automatic):
 
     def _travels(self, state: State, statistics: Statistics, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The averages of <g_t, u_{t-1}> and of its square, (K, L), and whether the weights of a run travel, (K, 1)."""
-        age, correction = state["age"], 1 - state["momentum_power"]
-        now = statistics.gm / correction
+        age = state["age"]
+        now = statistics.gm / (1 - state["left"])
         aligned = MOMENTUM * state["alignment"] + (1 - MOMENTUM) * now
         begun = live & (age > 0)  # there is no estimate at first
         aligned = torch.where(begun, aligned, state["alignment"])
         squares = torch.where(begun, _smooth(state["usual"], now.square()), state["usual"])
-        steady = aligned / correction
+        steady = aligned / (1 - state["momentum_power"])
         noise = state["noise"] / (1 - state["smoothing_power"])  # before this step
         usual = (state["usual"] / (1 - state["smoothing_power"] / SMOOTHING)).sqrt()  # the first step had none
         beyond_noise = self._mean_ratio(steady, noise, live & (age > FIRST)) > STEADY
@@ -151,6 +155,16 @@ class Robust(Automatic):
         """|w|, between its bounds; both arguments are squares."""
         least = FLOOR**2 * self.layout.elements.to(weights.dtype)
         return torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least)).sqrt()
+
+
+def _momentum(count: Tensor, age: Tensor) -> Tensor:
+    """β of the n-th step since the data changed, the t-th altogether."""
+    return LIGHT + (MOMENTUM - LIGHT) * (count / age)
+
+
+def _reach(beta: Tensor) -> Tensor:
+    """What keeps noise from carrying the weights further, or less far, than with β = MOMENTUM."""
+    return ((1 - beta) / (1 + beta) * ((1 + MOMENTUM) / (1 - MOMENTUM))).sqrt()
 
 
 def _smooth(average: Tensor, value: Tensor) -> Tensor:
