@@ -178,10 +178,12 @@ class Loop:
         return {"ms": statistics.median(self.times(graph.replay)), "held MiB": self.held()}
 
     def held(self) -> float:
-        """MiB of model, optimizer and what graphs keep for themselves, when nothing runs."""
+        """MiB of model, optimizer and all that graphs keep for themselves, when nothing runs."""
         self.sync()
         free()
-        return (torch.cuda.memory_reserved() - self.before) / 2**20
+        segments = torch.cuda.memory_snapshot()
+        sizes = (s["allocated_size" if s["segment_pool_id"] == (0, 0) else "total_size"] for s in segments)
+        return (sum(sizes) - self.before) / 2**20
 
     def recorded(self) -> dict[str, float]:
         """The step through autoopt.recorded()."""

@@ -140,6 +140,24 @@ def test_no_step_is_long_even_where_the_gradient_jumps(kind: str) -> None:
         assert (model.weight - before).norm() <= 1.6 * largest * before.norm() * (1 + 1e-12), step
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rare_sample_is_no_shift(kind: str) -> None:
+    """Late in training most samples are learned, and one that is not has a gradient many times that of all others."""
+    model = nn.Linear(20, 10).double()
+    optimizer = KINDS[kind](model)
+    counts = []
+    for step in range(600):
+        x, y = torch.randn(8, 20, dtype=torch.float64), torch.randint(10, (8,))  # labels that mean nothing
+        if step % 100 >= 98 and step > 300:  # two in a row, and wrong: <g, u> is large, and positive
+            x[0] = 10
+            y[0] = model(x[0]).argmin()
+        optimizer.zero_grad()
+        loss_of(x, y, model).backward()
+        optimizer.step()
+        counts.append(optimizer._made_buckets()[0][0].statistics["count"].min().item())
+    assert all(later > earlier for earlier, later in itertools.pairwise(counts[200:]))
+
+
 def test_layers_frozen_while_they_travelled_hold_nobody_back() -> None:
     """n would be halved at every step, and the steps would never become shorter."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)).double()

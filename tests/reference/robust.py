@@ -82,8 +82,9 @@ class _Tensor:
         usual = recent(a * a for a in self.alignments) ** 0.5
         if self.t > 0:
             self.alignments.append((g * self.estimate / h).sum().item() / (1 - self.left))
-        aligned = recent(self.alignments, 0.9)
-        ratios = aligned / noise if self.t > 10 and noise > 0 else None, aligned / usual if self.t > 100 else None
+        aligned, before = recent(self.alignments, 0.9), recent(self.alignments[:-1], 0.9)
+        lasting = min(aligned, before * (1 - 0.9 ** (self.t - 1)) / (1 - 0.9**self.t)) if self.t > 100 else None
+        ratios = aligned / noise if self.t > 10 and noise > 0 else None, None if lasting is None else lasting / usual
         if not measures:
             self.variances += self.variances[-1:]  # the last V̂ again
         elif N > 1:

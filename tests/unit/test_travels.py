@@ -7,11 +7,17 @@ from autoopt.oracle.relative import ENOUGH, FIRST, STEADY, USUAL, WORST, signal,
 
 
 def said(
-    alignment: list[float], noise: list[float], usual: list[float], age: int, live: list[bool] | None = None
+    alignment: list[float],
+    noise: list[float],
+    usual: list[float],
+    age: int,
+    live: list[bool] | None = None,
+    lasting: list[float] | None = None,
 ) -> bool:
     live = [True] * len(alignment) if live is None else live
+    lasting = alignment if lasting is None else lasting
     age_of_each = torch.full((len(alignment),), float(age))
-    return bool(travels(*map(torch.tensor, (alignment, noise, usual)), age_of_each, torch.tensor(live)))
+    return bool(travels(*map(torch.tensor, (alignment, lasting, noise, usual)), age_of_each, torch.tensor(live)))
 
 
 def test_beyond_the_noise() -> None:
@@ -25,6 +31,8 @@ def test_beyond_the_usual() -> None:
     assert said([0.011], [1.0], [0.01], USUAL + 1)
     assert not said([0.009], [1.0], [0.01], USUAL + 1)
     assert not said([0.011], [1.0], [0.01], USUAL)
+    assert not said([0.2], [1.0], [0.01], USUAL + 1, lasting=[0.009])  # one sample, and not yet a shift
+    assert said([0.4], [1.0], [0.01], USUAL + 1, lasting=[0.009])  # beyond all noise: no need to wait
 
 
 def test_one_answer_by_the_mean_of_those_that_are_known() -> None:

@@ -1,8 +1,8 @@
-"""Work beside the backward pass: on streams of its own, while a CUDA graph is recorded.
+"""Work beside the backward pass: on a stream of its own, while a CUDA graph is recorded.
 
 A glance is a handful of small kernels. One after the other with those of the backward pass they leave the GPU idle; as
-other branches of the graph they fill what those leave of it. Outside of a graph the host is what takes the time, and
-streams would only give it more to do.
+another branch of the graph they fill what those leave of it. Outside of a graph the host is what takes the time, and a
+stream would only give it more to do.
 """
 
 from collections import deque
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STREAMS = 2
 PIECES = 2  # that a branch does at once: to leave the pass and to join it again takes time, too
 LAG = 2  # branches that may be under way: what they read is held for so long
 
@@ -45,7 +44,7 @@ class Aside:
     """The branches of the graph that is being recorded, if one is."""
 
     def __init__(self) -> None:
-        self._streams: deque[torch.cuda.Stream] = deque()
+        self._stream: torch.cuda.Stream | None = None
         self._waiting: list[Piece] = []  # for a branch to take them, all of one stream
         self._under_way: deque[Branch] = deque()
 
@@ -72,10 +71,9 @@ class Aside:
     def _branch(self) -> None:
         pieces, self._waiting = self._waiting, []
         main = pieces[0].stream
-        if not self._streams or self._streams[0].device != main.device:
-            self._streams = deque(torch.cuda.Stream(main.device) for _ in range(STREAMS))
-        self._streams.rotate()
-        side = self._streams[0]
+        if self._stream is None or self._stream.device != main.device:
+            self._stream = torch.cuda.Stream(main.device)
+        side = self._stream
         side.wait_stream(main)
         with torch.cuda.stream(side):
             for piece in pieces:

@@ -245,11 +245,11 @@ def _mean(values, known):
 
 
 @triton.jit
-def _travels(alignment, noise, usual, age, live):
+def _travels(alignment, lasting, noise, usual, age, live):
     """As `relative.travels`."""
     limit = noise * STEADY
     by_noise = _mean(alignment / limit, live & (age > FIRST) & (limit > 0))
-    by_usual = _mean(alignment / usual, live & (age > USUAL) & (usual > 0))
+    by_usual = _mean(lasting / usual, live & (age > USUAL) & (usual > 0))
     return (by_noise > 1) | (by_usual > 1)
 
 
@@ -333,9 +333,10 @@ def decide(
     # whether the weights travel, by what was known before this step and by its alignment
     estimate = gm / (1 - carry)
     noise = tl.where(seen > 0, _larger(_corrected(variance, seen), 0.0), _corrected(gradient, age))
+    before = alignment
     alignment = tl.where(later, _drawn(alignment, estimate, MOMENTUM), alignment)
-    steady = alignment / (1 - tl.exp(age * LOG_MOMENTUM))
-    travels = _travels(steady, noise, tl.sqrt(_corrected(usual, age - 1)), age, live)
+    lasting, rest = _smaller(alignment, before), 1 - tl.exp(age * LOG_MOMENTUM)
+    travels = _travels(alignment / rest, lasting / rest, noise, tl.sqrt(_corrected(usual, age - 1)), age, live)
     count += live.to(tl.float64)
     count = tl.where(live & travels, count / 2, count)
 

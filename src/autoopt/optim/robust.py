@@ -77,9 +77,10 @@ class Robust:
         averages = torch.stack([known["variance"], known["gradient"], known["usual"]])
         spread, whole, usual = _corrected(averages, torch.stack([known["measured"], age, age - 1]))
         noise = torch.where(ever, spread.clamp_min(0), whole)  # no spread seen: all may be noise
-        aligned = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM)
-        aligned = bucket.keep("alignment", later, aligned) / (1 - relative.MOMENTUM**age)
-        travels = relative.travels(aligned, noise, usual.sqrt(), age, live)
+        aligned, correction = known["alignment"].lerp(estimate, 1 - relative.MOMENTUM), 1 - relative.MOMENTUM**age
+        lasting = torch.minimum(aligned, known["alignment"]) / correction
+        aligned = bucket.keep("alignment", later, aligned) / correction
+        travels = relative.travels(aligned, lasting, noise, usual.sqrt(), age, live)
         bucket.keep("count", live & travels, known["count"] / 2)
 
     def chosen(self, bucket: Bucket) -> tuple[Tensor, Tensor]:

@@ -104,24 +104,26 @@ def rate(
     return torch.where(size > smallest * elements, alpha, 0.0)
 
 
-def travels(alignment: Tensor, noise: Tensor, usual: Tensor, age: Tensor, live: Tensor) -> Tensor:
+def travels(alignment: Tensor, lasting: Tensor, noise: Tensor, usual: Tensor, age: Tensor, live: Tensor) -> Tensor:
     """Whether the weights travel, one answer for all units: after a shift of the data, and at the very start.
 
     Around a minimum successive gradients share nothing but their noise, which is independent: <g_t, u_{t-1}> is zero or
     a little below on average. On the way to another minimum they share the slope. What noise alone can do is at most
     what V̂ says, were it all in one direction; of small batches, whose noise is large and in many directions, it is far
-    less, and how much less is seen from the steps before.
+    less, and how much less is seen from the steps before. One rare sample can exceed that, by any factor, but does not
+    last: at the next step it is among those.
 
     Args:
         alignment: <g_t, u_{t-1}> of each unit, averaged over the last steps.
+        lasting: that, or what it was before this step if that is less.
         noise: V̂ of each unit, averaged; before this step.
         usual: the root mean square of <g_t, u_{t-1}>; before this step.
         age: t of each unit.
         live: which units take this step. What another one was like when it did says nothing.
     """
-    limits = torch.stack([STEADY * noise, usual])
+    aligned, limits = torch.stack([alignment, lasting]), torch.stack([STEADY * noise, usual])
     known = torch.stack([age > FIRST, age > USUAL]) & (limits > 0) & live
-    return (_mean(alignment / limits, known) > 1).any()  # without any such unit it is no number, which is not above 1
+    return (_mean(aligned / limits, known) > 1).any()  # without any such unit it is no number, which is not above 1
 
 
 def _mean(values: Tensor, known: Tensor) -> Tensor:

@@ -120,11 +120,12 @@ class Robust(Automatic):
         begun = live & (age > 0)  # there is no estimate at first
         aligned = torch.where(begun, aligned, state["alignment"])
         squares = torch.where(begun, _smooth(state["usual"], now.square()), state["usual"])
-        steady = aligned / (1 - state["momentum_power"])
+        correction = 1 - state["momentum_power"]
+        steady, lasting = aligned / correction, torch.minimum(aligned, state["alignment"]) / correction
         noise = state["noise"] / (1 - state["smoothing_power"])  # before this step
         usual = (state["usual"] / (1 - state["smoothing_power"] / SMOOTHING)).sqrt()  # the first step had none
         beyond_noise = self._mean_ratio(steady, noise, live & (age > FIRST)) > STEADY
-        return aligned, squares, beyond_noise | (self._mean_ratio(steady, usual, live & (age > USUAL)) > 1)
+        return aligned, squares, beyond_noise | (self._mean_ratio(lasting, usual, live & (age > USUAL)) > 1)
 
     def _mean_ratio(self, above: Tensor, below: Tensor, known: Tensor) -> Tensor:
         """The mean over the tensors of a run of which both are known, (K, 1)."""
