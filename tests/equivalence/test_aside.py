@@ -154,9 +154,9 @@ def test_pieces_of_two_streams_are_two_branches(monkeypatch: pytest.MonkeyPatch)
         beside.do(lambda: None, torch.zeros(1))
     beside.join()
     assert streams.joined()
-    first, second = sorted(streams.sides, key=lambda side: side.after != ["main"])
-    assert (first.after, second.after) == (["main"], ["other"])
-    assert (streams.main.joined, other.joined) == ([first.name], [second.name])
+    (side,) = streams.sides
+    assert side.after == ["main", "other"]
+    assert (streams.main.joined, other.joined) == ([side.name], [side.name])
 
 
 class Recurrent(nn.Module):
