@@ -105,7 +105,7 @@ class Loop:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def times(self, go: Callable[[], None], count: int = TIMED) -> list[float]:
+    def times(self, go: Callable[[], object], count: int = TIMED) -> list[float]:
         """Milliseconds of each step, none waiting for the one before."""
         if not self.cuda:
             marks = [time.perf_counter() * 1e3]
@@ -132,11 +132,15 @@ class Loop:
         if self.cuda:
             found["MiB"] = (torch.cuda.max_memory_allocated() - self.before) / 2**20
             found["syncs"] = self.synchronisations()
+        return {**found, "host ms": self.host(self.step)}
+
+    def host(self, go: Callable[[], object]) -> float:
+        """Milliseconds that a step takes of the host."""
         self.sync()
         start = time.perf_counter()
         for _ in range(3):
-            self.step()
-        found["host ms"] = (time.perf_counter() - start) / 3 * 1e3
+            go()
+        found = (time.perf_counter() - start) / 3 * 1e3
         self.sync()
         return found
 
@@ -187,17 +191,12 @@ class Loop:
 
     def recorded(self) -> dict[str, float]:
         """The step through autoopt.recorded()."""
-        step = recorded(self.train, self.optimizer)
+        step = functools.partial(recorded(self.train, self.optimizer), *self.batch)
         for _ in range(8):
-            step(*self.batch)
-        times = self.times(lambda: step(*self.batch))
+            step()
+        times = self.times(step)
         found = {"ms": statistics.median(times), "mean ms": statistics.mean(times)}
-        self.sync()
-        start = time.perf_counter()
-        for _ in range(3):
-            step(*self.batch)
-        found |= {"host ms": (time.perf_counter() - start) / 3 * 1e3, "held MiB": self.held()}
-        return found
+        return {**found, "host ms": self.host(step), "held MiB": self.held()}
 
     def profile(self) -> str:
         """Where the time goes: kernels, then the host."""

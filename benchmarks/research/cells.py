@@ -14,9 +14,8 @@ train at once, on streams of their own.
 import argparse
 import json
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -138,16 +137,21 @@ def prepared(job: Job, data: Data, options: argparse.Namespace) -> tuple[Chunk, 
     runs = [Run(seed) for _, seed in job.rows]
     chunk = Chunk(net, data, plan, runs, make_backend("auto", net, device, "tf32"), device, torch.float32)
     constants = Constants(job.rows, device)
-    stream = torch.cuda.Stream() if device == "cuda" else None
-    if stream is not None:
-        with constants:
-            chunk._go = chunk.captured()
-        evaluate(chunk.backend, chunk.weights, chunk.test_images[:1000], chunk.test_labels[:1000])
-        torch.cuda.synchronize()
-    return chunk, constants, stream
+    with constants:
+        return chunk, constants, captured(chunk, device)
 
 
-def trained(job: Job, chunk: Chunk, constants: Constants, stream: Any, epochs: int, end: float) -> list[dict[str, Any]]:
+def captured(chunk: Chunk, device: str) -> Any:
+    """A stream for a chunk whose step is captured now; None on a CPU."""
+    if device != "cuda":
+        return None
+    chunk._go = chunk.captured()
+    evaluate(chunk.backend, chunk.weights, chunk.test_images[:1000], chunk.test_labels[:1000])
+    torch.cuda.synchronize()
+    return torch.cuda.Stream()
+
+
+def trained(job: Job, chunk: Chunk, constants: Any, stream: Any, epochs: int, end: float) -> list[dict[str, Any]]:
     """The records, or none if the time is over."""
     start = time.monotonic()
     with nullcontext() if stream is None else torch.cuda.stream(stream), constants if stream is None else nullcontext():
@@ -166,6 +170,7 @@ def trained(job: Job, chunk: Chunk, constants: Constants, stream: Any, epochs: i
             **common, "variant": variant, "seed": seed,
             "test": [round(e, 5) for e in result.test_error], "train": round(result.train_error[-1], 5),
             "average": [round(e, 5) for e in result.average_test_error],
+            "momentum": [round(point[1].mean().item(), 4) for point in result.trace[9::10]],  # ten looks, all tensors
         }
         for (variant, seed), result in zip(job.rows, results, strict=True)
     ]  # fmt: skip
@@ -184,23 +189,22 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--at-once", type=int, default=6)
     options = parser.parse_args()
-    end = time.monotonic() + 60 * options.minutes
-    data = {}
-    for name in ("digits",) if options.small else ("cifar10", "mnist"):
+    train(jobs(options.stage, [32] if options.small else options.batches, options.small), prepared, options)
+
+
+def train(waiting: list[Job], prepare: Callable[..., tuple[Chunk, Any, Any]], options: argparse.Namespace) -> None:
+    """Some jobs at once, until the time is over."""
+    end, data = time.monotonic() + 60 * options.minutes, {}
+    for name in {job.task for job in waiting}:
         read = TASKS[name].data(options.data)
         data[name] = Data(*(getattr(read, part).to(options.device) for part in Data.__dataclass_fields__))
-    waiting, records, lock = (
-        jobs(options.stage, [32] if options.small else options.batches, options.small),
-        [],
-        threading.Lock(),
-    )
+    records: list[dict[str, Any]] = []
     while waiting and time.monotonic() < end:
         now, waiting = waiting[: options.at_once], waiting[options.at_once :]
-        ready = [(job, *prepared(job, data[job.task], options)) for job in now]
+        ready = [(job, *prepare(job, data[job.task], options)) for job in now]
         with ThreadPoolExecutor(1 if options.device == "cpu" else len(ready)) as pool:
             for found in pool.map(lambda one: trained(*one, options.epochs, end), ready):
-                with lock:
-                    records += found
+                records += found
         del ready
         options.out.write_text("\n".join(map(json.dumps, records)))
     table(records)

@@ -70,7 +70,7 @@ class Robust(Automatic):
 
         alignment, usual, travels = self._travels(state, statistics, live)
         count, age = state["count"] + 1, state["age"] + 1
-        beta = _momentum(count, age)
+        beta = self._momentum(state, count, age)
         count = torch.where(travels, count / 2, count)
         left = beta * state["left"]
         estimate = spread(beta) * state["estimate"] + spread(1 - beta) * gradient
@@ -79,7 +79,7 @@ class Robust(Automatic):
         size = _smooth(state["size"], now)
         noise = _smooth(state["noise"], self._noise(statistics))
         whole = _smooth(state["gradient"], statistics.gg)
-        ratio = self._ratio(count, age, self._signal(noise, whole, live)) * _reach(beta)
+        ratio = self._ratio(count, age, self._signal(noise, whole, live)) * self._reach(beta)
         smoothing_power = SMOOTHING * state["smoothing_power"]
         length = torch.maximum(size / (1 - smoothing_power), now / LONGEST**2).sqrt()
         rate = ratio * self._bounded(total(weights * weights), state["start"]) / length
@@ -101,7 +101,7 @@ class Robust(Automatic):
             "rate": rate,
         }
         kept = self.keep(finite, live, state, new)
-        to_come = _momentum(kept["count"] + 1, kept["age"] + 1)
+        to_come = self._momentum(state, kept["count"] + 1, kept["age"] + 1)
         trace = Trace(self.option["lr"] * kept["rate"], to_come, statistics.variance / statistics.gg)
         return Step(torch.where(spread(live), moved, weights), kept, trace)
 
@@ -142,6 +142,14 @@ class Robust(Automatic):
             return torch.full_like(noise[:, :1], ENOUGH)
         return self._mean_ratio((whole - noise).maximum(WORST * whole), whole, live)
 
+    def _momentum(self, state: State, count: Tensor, age: Tensor) -> Tensor:
+        """β of the n-th step since the data changed, the t-th altogether."""
+        return LIGHT + (MOMENTUM - LIGHT) * (count / age)
+
+    def _reach(self, beta: Tensor) -> Tensor:
+        """What keeps noise from carrying the weights further, or less far, than with β = MOMENTUM."""
+        return ((1 - beta) / (1 + beta) * ((1 + MOMENTUM) / (1 - MOMENTUM))).sqrt()
+
     def _ratio(self, count: Tensor, age: Tensor, share: Tensor) -> Tensor:
         """ρ."""
         root = share.clamp_min(0).sqrt()
@@ -156,16 +164,6 @@ class Robust(Automatic):
         """|w|, between its bounds; both arguments are squares."""
         least = FLOOR**2 * self.layout.elements.to(weights.dtype)
         return torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least)).sqrt()
-
-
-def _momentum(count: Tensor, age: Tensor) -> Tensor:
-    """β of the n-th step since the data changed, the t-th altogether."""
-    return LIGHT + (MOMENTUM - LIGHT) * (count / age)
-
-
-def _reach(beta: Tensor) -> Tensor:
-    """What keeps noise from carrying the weights further, or less far, than with β = MOMENTUM."""
-    return ((1 - beta) / (1 + beta) * ((1 + MOMENTUM) / (1 - MOMENTUM))).sqrt()
 
 
 def _smooth(average: Tensor, value: Tensor) -> Tensor:
