@@ -355,7 +355,7 @@ def decide(
     size = tl.where(live, _drawn(size, now, SMOOTHING), size)
 
     # the length of the step
-    share = _signal(_corrected(variance, seen), _corrected(gradient, seen), live & (seen > 0))
+    share = _signal(variance, gradient, live & (seen > 0))
     ratio = _relative_step(count, age, share) * tl.sqrt((1 - beta) / (1 + beta) * SPREADS)
     rate = tl.where(live, _rate(ratio, weights, start, of_all, _corrected(size, age), now), rate)
     newest = tl.full((BLOCK,), WINDOW + 1, tl.float64) / (_larger(count, 1.0) + WINDOW)

@@ -32,7 +32,7 @@ class Paper:
         return gamma2, 1 - gamma1 - gamma2  # eq. g_est_1
 
     def length(
-        self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths
+        self, group: dict[str, Any], bucket: Bucket, products: Products, kept: Tensor, lengths: Lengths
     ) -> tuple[Tensor, Tensor]:
         alpha = 1 - bucket.statistics["gamma"][:, 0]
         # With a β of its own at every step, β^t is their product.

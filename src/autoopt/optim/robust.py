@@ -28,20 +28,20 @@ class Robust:
         }  # fmt: skip
 
     def filter(self, group: dict[str, Any], bucket: Bucket, products: Products) -> tuple[Tensor, Tensor]:
-        beta = self._momentum(bucket)
+        known = bucket.statistics  # n counts this step already, t does not
+        beta = relative.momentum(known["count"], known["age"] + 1)
         return beta, 1 - beta
 
     def length(
-        self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths
+        self, group: dict[str, Any], bucket: Bucket, products: Products, kept: Tensor, lengths: Lengths
     ) -> tuple[Tensor, Tensor]:
         known, live, measured = bucket.statistics, products.live, products.measured
-        beta = self._momentum(bucket)
         estimate = products.gm / (1 - known["carry"])  # u started at zero
         later = live & (known["age"] > 0)  # the first step has no alignment
         ever = known["measured"] > 0
         self._look(bucket, live, later, ever, estimate)
 
-        correction = 1 - bucket.keep("carry", live, known["carry"] * beta)
+        correction = 1 - bucket.keep("carry", live, known["carry"] * kept)
         size, square = lengths()
         size = size / correction.square()
         known["gradient"].masked_fill_(measured > ever, 0.0)  # it begins again with the first V̂
@@ -55,21 +55,15 @@ class Robust:
         drawn = torch._foreach_lerp([known[name] for name in new], list(values), 1 - relative.SMOOTHING)
         for each in zip(new, units, drawn, strict=True):
             bucket.keep(*each)
-        seen = bucket.keep("measured", measured, known["measured"] + 1)
-        age = bucket.keep("age", live, known["age"] + 1)
+        seen, age = known["measured"].add_(measured), known["age"].add_(live)
         start = bucket.keep("start", live & (age == 1), square)
 
-        averages = torch.stack([known["variance"], known["gradient"], known["size"]])  # with this step in them
-        spread, whole, average = _corrected(averages, torch.stack([seen, seen, age]))  # a batch of one has no part in s
-        share = relative.signal(spread, whole, live & (seen > 0))
-        ratio = relative.relative_step(known["count"], age, share) * relative.reach(beta)
+        # both averages are over the same steps, so that s, by their ratio, needs no correction for the start
+        share = relative.signal(known["variance"], known["gradient"], live & (seen > 0))
+        ratio = relative.relative_step(known["count"], age, share) * relative.reach(kept)
         smallest = torch.finfo(bucket.compute).tiny
-        rate = relative.rate(ratio, square, start, bucket.elements, average, size, smallest)
+        rate = relative.rate(ratio, square, start, bucket.elements, _corrected(known["size"], age), size, smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
-
-    def _momentum(self, bucket: Bucket) -> Tensor:
-        """β of this step, which n counts already and t does not, before it is seen whether the weights travel."""
-        return relative.momentum(bucket.statistics["count"], bucket.statistics["age"] + 1)
 
     def _look(self, bucket: Bucket, live: Tensor, later: Tensor, ever: Tensor, estimate: Tensor) -> None:
         """See whether the weights travel, by what was known before this step and by its alignment; n falls if so."""

@@ -37,9 +37,12 @@ class Rule(Protocol):
         """(a, b) of ĝ ← a ĝ + b g, for each unit."""
 
     def length(
-        self, group: dict[str, Any], bucket: Bucket, products: Products, lengths: Lengths
+        self, group: dict[str, Any], bucket: Bucket, products: Products, kept: Tensor, lengths: Lengths
     ) -> tuple[Tensor, Tensor]:
-        """What to multiply the direction by, and which share of `weight_decay` shrinks the weights if decoupled."""
+        """What to multiply the direction by, and which share of `weight_decay` shrinks the weights if decoupled.
+
+        `kept` is a of `filter`.
+        """
 
     def chosen(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Rate and momentum of each unit, for the user to see."""

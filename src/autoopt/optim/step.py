@@ -52,7 +52,7 @@ def _movers(
     if present is not None:
         moves = moves & present
     bucket.steps.add_(moves)
-    bucket.keep("count", live, bucket.statistics["count"] + 1)
+    bucket.statistics["count"].add_(live)
     return live, moves
 
 
@@ -75,10 +75,10 @@ def decided(rule: Rule, swept: Swept, total: Tensor | None) -> Decision:
     bucket, sums, present = swept.bucket, swept.sweep.sums, swept.sweep.present
     live, moves = _movers(bucket, sums.size, present, swept.largest(), total)
     products = _judged(bucket, live, sums.gm, None, sums.gg, sums.raw_gg, swept.moments())
-    momentum, _ = rule.filter(swept.group, bucket, products)
-    scale, shrink = rule.length(swept.group, bucket, products, lambda: (sums.direction, sums.weights))
+    kept, _ = rule.filter(swept.group, bucket, products)
+    scale, shrink = rule.length(swept.group, bucket, products, kept, lambda: (sums.direction, sums.weights))
     newest = oracle.relative.newest(bucket.statistics["count"])
-    return Decision(moves.to(torch.uint8), scale, shrink, torch.cat([newest, newest.min().view(1)]), momentum)
+    return Decision(moves.to(torch.uint8), scale, shrink, torch.cat([newest, newest.min().view(1)]), kept)
 
 
 def newest_of(reading: Reading | Swept) -> Tensor:
@@ -101,12 +101,13 @@ def _move_rows(optimizer: Metric, rule: Rule, source: Source, reading: Reading, 
 
     metric = optimizer._metric(source, reading, gradient, rows)  # Ĥ, Table 1
     products = _products(optimizer.elementwise, rule, source, reading, live, metric, raw, gradient)
-    kept, new = map(bucket.spread, rule.filter(group, bucket, products))
+    share = rule.filter(group, bucket, products)
+    kept, new = map(bucket.spread, share)
     estimate = add_(bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)), gradient, new)
     direction = over(bucket, optimizer._direction(bucket, estimate, gradient, kept, new), metric, "natural")
     weights = bucket.rows(parameters, "gradient")  # in its place: nothing needs it any more
     scale, shrink = rule.length(
-        group, bucket, products, lambda: bucket.sums(row_squares(direction), row_squares(weights)).unbind()
+        group, bucket, products, share[0], lambda: bucket.sums(row_squares(direction), row_squares(weights)).unbind()
     )
     change = torch.mul(direction, bucket.spread(group["lr"] * scale), out=bucket.scratch("spare"))  # eq. w_update-1
     if decay and not coupled:
