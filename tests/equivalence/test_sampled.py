@@ -420,6 +420,40 @@ def test_an_output_changed_in_place(layer: nn.Module, glanced: list[glance.Glanc
     assert len(glanced) == 1
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_where_no_contribution_is_formed_a_glance_sees_all_samples(
+    elementwise: bool, exact: bool, glanced: list[glance.Glance]
+) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False)).double()
+    x = torch.randn(6, 5, dtype=torch.float64)
+    expected = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    for i in range(len(x)):
+        twin = copy.deepcopy(model)
+        twin(x[i : i + 1]).square().sum().backward()
+        for name, parameter in twin.named_parameters():
+            expected[name] += parameter.grad.square()
+    capture = watched(model, elementwise)
+    capture.exact = exact
+    for name, square in squares(capture, model, x).items():
+        truth = expected[name] if elementwise else expected[name].sum()
+        torch.testing.assert_close(square, truth, rtol=1e-10, atol=1e-14)
+        assert capture.samples(name) == 6
+    assert len(glanced) == 2
+
+
+def test_glances_at_all_samples_and_at_one_keep_their_shares(glanced: list[glance.Glance]) -> None:
+    model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.Flatten(), nn.Linear(20, 6), nn.ReLU(inplace=True), nn.Linear(6, 2))
+    x = torch.randn(8, 3, 6, dtype=torch.float64)
+
+    def run(model: nn.Module) -> None:
+        for part in x.split(4):  # which add up
+            model(part).square().sum().backward()
+
+    assert_alike(*observed_twin(model.double(), run))
+    assert [use.some is glance.ALL for use in glanced] == 2 * [True, True, False]
+
+
 def test_hooks_of_others_come_first(glanced: list[glance.Glance]) -> None:
     """What they do to the gradient of the output reaches the weight."""
     model, x = nn.Conv1d(3, 4, 3).double(), torch.randn(8, 3, 6, dtype=torch.float64)

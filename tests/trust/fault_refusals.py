@@ -61,13 +61,13 @@ def pruning_put_on_later(make: Make) -> Generator[nn.Module]:
     attached.step()
 
 
-@refused(RuntimeError, "differentiate twice")
+@refused(RuntimeError, "differentiate twice|create_graph=True, as for a gradient penalty")
 def gradient_penalty(make: Make) -> Generator[nn.Module]:
-    """torch refuses it: the layers' gradients are not differentiable again."""
+    """Where a layer runs as torch runs it we refuse it, else torch: its gradients are not differentiable again."""
     model = mlp()
     optimizer = make(model)
     x = batches(1)[0][0].requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     yield model
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     slope.square().sum().backward()
     optimizer.step()

@@ -1,9 +1,10 @@
-"""A glance at a few samples beside a layer's own pass, which runs as torch runs it.
+"""A glance at some samples beside a layer's own pass, which runs as torch runs it.
 
-Where a few samples are enough (see `sampled`), nothing has to be computed inside the layer's operation. So autograd's
-own functions run it, forward and backward, and what they keep is kept here too, until the gradient of the output
-arrives at their node. That costs a fraction of `Observe`, which remains for all samples, for compiled passes and where
-hooks on saved tensors (checkpoints, offloading) want nothing to be kept.
+Where a few samples are enough (see `sampled`), or Σ c² of all of them takes no contribution to be formed, nothing has
+to be computed inside the layer's operation. So autograd's own functions run it, forward and backward, and what they
+keep is kept here too, until the gradient of the output arrives at their node. That costs a fraction of `Observe`, which
+remains for the other layers if all samples are asked for, for compiled passes and where hooks on saved tensors
+(checkpoints, offloading) want nothing to be kept.
 """
 
 import functools
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from autoopt.capture.aside import recording
 from autoopt.capture.current import lowered
-from autoopt.capture.sampled import Some
+from autoopt.capture.sampled import Some, squared
 from autoopt.capture.site import Site
 from autoopt.moments import Operation
 from autoopt.moments.operation import owned
 
+ALL = Some(slice(None), 0, 1.0)  # of the samples
 GROWS = 8  # times as much memory as its samples take, from which on Σ c² waits for the end of the pass
 
 
@@ -64,7 +66,7 @@ class Glance:
             self._book(roles, dy, kept)
             return
         for role in roles:
-            site.ledger.open_few(site.names[role], self.samples, graph)
+            site.ledger.open(site.names[role], self.samples, graph)
         if recording(dy.device):
             site.ledger.aside.do(lambda: self._look(roles, *self._seen(roles, dy, kept)), dy, *kept)
             return
@@ -79,20 +81,34 @@ class Glance:
     def _seen(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Of the samples that are looked at."""
         rows = self.some.rows
+        if self.some is ALL:
+            return dy, kept
         return dy[rows], self.operation.select(kept, rows) if "weight" in roles else ()
 
     def _grows(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> bool:
         """Whether Σ c², if it is wanted for every element, takes far more memory than what it is made of."""
-        if self.site.ledger.total or "weight" not in roles:
+        if self.some is ALL or self.site.ledger.total or "weight" not in roles:
             return False
         return self.site.parameter("weight").numel() > GROWS * sum(tensor.numel() for tensor in (dy, *kept))
 
     def _look(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
         site, operation = self.site, self.operation
+        if self.some is ALL:
+            self._look_at_all(roles, dy, kept)
+            return
         for role in roles:
             weight = role == "weight"
             c = operation.weight_contributions(dy, kept) if weight else operation.bias_contributions(dy)
             site.ledger.add_few(site.names[role], c, self.some.share)
+
+    def _look_at_all(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
+        site, operation, total = self.site, self.operation, self.site.ledger.total
+        for role in roles:
+            weight = role == "weight"
+            square = (
+                operation.weight_square(dy, kept, total) if weight else squared(operation.bias_contributions(dy), total)
+            )
+            site.ledger.book(site.names[role], self.samples, square)
 
     def _book(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
         """As `Observe` does where the layer has other uses."""
@@ -106,7 +122,10 @@ def suits(site: Site, operation: Operation, x: Tensor, weight: Tensor) -> Some |
     """The samples to look at, if a glance at them will do."""
     if site.eager or site.axis or site.folded or site.strided or site.ledger.gathered or torch.compiler.is_compiling():
         return None
-    some = site.ledger.sampler.of(operation, x, weight)
+    if site.replaced():  # which `Observe` finds out
+        return None
+    whole = operation.keeps_input and not operation.forms(x)
+    some = ALL if whole else site.ledger.sampler.of(operation, x, weight)
     return None if some is None or _packed() else some
 
 

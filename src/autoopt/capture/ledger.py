@@ -79,8 +79,8 @@ class Ledger:
             self._alone(name, self._open(name, samples, outer))
             self.book(name, samples, square)
 
-    def open_few(self, name: str, samples: int, graph: int) -> None:
-        """Say that `add_few` will follow for such a parameter, before the pass that is known to add to it has done so.
+    def open(self, name: str, samples: int, graph: int) -> None:
+        """Say that `add_few` or `book` will follow for such a parameter, before the pass that adds to it has done so.
 
         The number of the pass is `graph`.
         """

@@ -113,36 +113,39 @@ class Few:
 
     def squares(self) -> dict[str, Tensor]:
         """The estimate of Σ c_i² over all samples, for each of the parameters; these are forgotten."""
-        found = self._large | (self._small_norms() if self.total else self._small_squares())
+        if self.total:
+            found = self._totals()
+        elif found := self._large | self._small_squares():
+            torch._foreach_mul_(list(found.values()), self.share)
         self.clear()
-        if found:
-            values = list(found.values())
-            if self.total:
-                torch._foreach_mul_(values, values)
-            torch._foreach_mul_(values, self.share)
         return found
 
     def clear(self) -> None:
         self._small, self._large = {}, {}
 
-    def _small_norms(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for small in self._kinds():
+    def _totals(self) -> dict[str, Tensor]:
+        sizes = dict(self._large)
+        for small in _kinds(self._small):
             c = list(small.values())
-            found |= dict(zip(small, torch._foreach_norm(c, 2, dtype=precision(c[0])), strict=True))
+            sizes |= dict(zip(small, torch._foreach_norm(c, 2, dtype=precision(c[0])), strict=True))
+        found: dict[str, Tensor] = {}
+        for same in _kinds(sizes):  # together: these are a number each
+            squares = torch.stack(list(same.values())).square_().mul_(self.share)
+            found |= dict(zip(same, squares.unbind(), strict=True))
         return found
 
     def _small_squares(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for small in self._kinds():
+        for small in _kinds(self._small):
             flat = [c.flatten(1) for c in small.values()]
             parts = squared(torch.cat(flat, 1), False).split([c.shape[1] for c in flat])
             found |= {name: part.view(c.shape[1:]) for (name, c), part in zip(small.items(), parts, strict=True)}
         return found
 
-    def _kinds(self) -> Iterable[dict[str, Tensor]]:
-        """The small ones that one operation can take."""
-        kinds: dict[Any, dict[str, Tensor]] = {}
-        for name, c in self._small.items():
-            kinds.setdefault((c.device, c.dtype), {})[name] = c
-        return kinds.values()
+
+def _kinds(tensors: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:
+    """Those that one operation can take."""
+    kinds: dict[Any, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault((tensor.device, tensor.dtype), {})[name] = tensor
+    return kinds.values()

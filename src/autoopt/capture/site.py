@@ -72,6 +72,10 @@ class Site:
             )
         return parameter
 
+    def replaced(self) -> bool:
+        """Whether the layer has other parameters by now than those that are reported on, as after `fully_shard`."""
+        return any(self.parameter(role) is not self.ledger.parameters[name] for role, name in self.names.items())
+
     def trains(self) -> bool:
         """Whether any of the observed parameters is not frozen at the moment."""
         for role in self.names:  # as a rule the first one says it

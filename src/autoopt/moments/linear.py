@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, Operation, owned, wide
+from autoopt.moments.operation import Moments, Operation, owned, precision, wide
 from autoopt.moments.product import LONG, Product, in_tiles, product, product_moments
 
 
@@ -26,8 +27,12 @@ class Linear(Operation):
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         (x,) = kept
         if x.dim() == 2:
-            return outer_moments(dy, x, total)
+            return Moments(dy.T @ x, outer_square(dy, x, total))
         return sequence_moments(dy.flatten(1, -2), x.flatten(1, -2), total)
+
+    def weight_square(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Tensor:
+        (x,) = kept
+        return outer_square(dy, x, total) if x.dim() == 2 else super().weight_square(dy, kept, total)
 
     def forms(self, x: Tensor) -> bool:
         return x.dim() > 2
@@ -63,6 +68,9 @@ class Transposed(Operation):
     def weight_moments(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Moments:
         return Linear().weight_moments(kept[0], (dy,), total)
 
+    def weight_square(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Tensor:
+        return Linear().weight_square(kept[0], (dy,), total)
+
     def forms(self, x: Tensor) -> bool:
         return Linear().forms(x)
 
@@ -86,11 +94,13 @@ def _positions(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
-def outer_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:
-    """c_i = δ_i a_iᵀ has rank one: c_i² = δ_i² (a_i²)ᵀ, so that no c_i is ever formed."""
-    delta2, a2 = wide(dy).square(), wide(x).square()
-    square = delta2.sum(1).dot(a2.sum(1)) if total else delta2.T @ a2
-    return Moments(dy.T @ x, square)
+def outer_square(dy: Tensor, x: Tensor, total: bool) -> Tensor:
+    """Σ_i c_i² of c_i = δ_i a_iᵀ, which have rank one: c_i² = δ_i² (a_i²)ᵀ and |c_i| = |δ_i| |a_i|. None is formed."""
+    if total:
+        delta, a = (torch.linalg.vector_norm(rows, dim=1, dtype=precision(rows)) for rows in (dy, x))
+        sizes: Tensor = delta * a
+        return sizes.dot(sizes)
+    return wide(dy).square().T @ wide(x).square()
 
 
 def sequence_moments(dy: Tensor, x: Tensor, total: bool) -> Moments:

@@ -81,6 +81,10 @@ class Operation(ABC):
         """The moments of the weight; `total` asks for the sum of the squares only."""
         return moments(self.weight_contributions(dy, kept), total)
 
+    def weight_square(self, dy: Tensor, kept: tuple[Tensor, ...], total: bool) -> Tensor:
+        """The second of them alone."""
+        return self.weight_moments(dy, kept, total).square
+
     def bias_moments(self, dy: Tensor, total: bool) -> Moments:
         """The moments of the bias."""
         return moments(self.bias_contributions(dy), total)
