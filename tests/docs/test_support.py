@@ -116,6 +116,33 @@ class LoRA(nn.Module):
         return self.frozen(x) + self.up(self.down(x))
 
 
+class Experts(nn.Module):
+    """Each position goes to one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, output = x[..., 0] > 0, torch.zeros_like(x)
+        output[first], output[~first] = self.experts[0](x[first]), self.experts[1](x[~first])
+        return output
+
+
+class ExpertsInOne(nn.Module):
+    """The weights of all experts in one parameter, rows sorted by the expert that they go to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        expert, order = (rows[:, 0] > 0).long().sort()
+        y = torch.bmm(rows[order].unsqueeze(1), self.weight[expert]).squeeze(1)
+        return y[order.argsort()].view_as(x)
+
+
 class Flat(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +247,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "spectral_norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(D, 3)), sequence),
     "LoRA of two Linear": (LoRA, sequence),
     "samples and time in one axis": (Flat, sequence),
+    "a mixture of experts, each a module": (Experts, sequence),
+    "a mixture of experts, all in one parameter": (ExpertsInOne, sequence),
     "positions without a batch axis": (Positions, tokens),
     "inputs of (time, batch, features)": (TimeFirst, lambda: torch.randn(T, N, D)),
     "a complex parameter": (Complex, sequence),

@@ -88,6 +88,16 @@ def bert() -> nn.Module:
     return hf.BertForMaskedLM(hf.BertConfig(**SMALL, **TEXT, max_position_embeddings=9))
 
 
+def mixtral() -> nn.Module:
+    config = hf.MixtralConfig(
+        **SMALL, **TEXT, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=9,
+        attention_dropout=0.1, use_cache=False,
+    )  # fmt: skip
+    model = hf.MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")  # the grouped product of torch knows no float64
+    return model
+
+
 MODELS = {
     "resnet-18": Model(lambda: resnet("basic"), "image", 32, rows_meet=True),
     "resnet-50": Model(lambda: resnet("bottleneck"), "image", 32, rows_meet=True),
@@ -99,6 +109,7 @@ MODELS = {
     "beit": Model(beit, "masked image"),
     "dinov2": Model(dinov2, "image"),
     "vit-mae": Model(vit_mae, "pixels"),
+    "mixtral": Model(mixtral, "text"),
 }
 
 

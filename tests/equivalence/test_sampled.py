@@ -56,6 +56,21 @@ class Own(nn.Module):
         return nn.functional.conv1d(x, self.kernel)
 
 
+class Routed(nn.Module):
+    """Each position goes to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(5, 8), nn.Linear(5, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x[..., 0] > 0
+        output = x.new_zeros(*x.shape[:2], 8)
+        for expert, mask in zip(self.experts, (first, ~first), strict=True):
+            output[mask] = expert(x[mask])
+        return output
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv": (lambda: nn.Conv2d(3, 6, 3, padding=1), (3, 7, 7)),
     "strided conv": (lambda: nn.Conv1d(3, 6, 3, stride=2), (3, 9)),
@@ -71,6 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm": (Recurrent, (5, 5)),
     "weight norm": (lambda: weight_norm(nn.Linear(5, 8)), (4, 5)),
     "own parameter": (Own, (3, 8)),
+    "experts": (Routed, (4, 5)),
 }
 
 

@@ -20,6 +20,10 @@ VIEWS = {
     "split", "tensor_split", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "__getitem__", "__get__",
     "diagonal", "unfold", "flip",
 }  # fmt: skip
+MOVING = {  # along an axis, which is the argument of that number, or else this one
+    "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1), "gather": (1, None), "take_along_dim": (2, None),
+    "index_select": (1, None), "roll": (2, None),
+}  # fmt: skip
 PRODUCTS = {"matmul", "mm", "bmm", "einsum", "__matmul__", "__rmatmul__", "linear", "cdist", "addmm", "baddbmm"}
 
 
@@ -33,6 +37,10 @@ def follow(
 ) -> list[int]:
     """The layouts of what an operation gave, from those of the tensors with samples that it took."""
     name = func.__name__
+    if name in ("matmul", "mm", "__matmul__") and args[1].dim() <= 2:  # which sums over the rows of its right side
+        sampled = [(tensor, layout) for tensor, layout in sampled if tensor is not args[1] or layout > 0]
+    if not sampled or _moves_rows(name, args, kwargs, sampled, samples):
+        return [LOST] * len(results)
     if name in VIEWS and sampled[0][0] is args[0] and sampled[0][1] != LOST and len(sampled) == 1:
         tensor, layout = sampled[0]
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args[1:], kwargs))):
@@ -42,6 +50,29 @@ def follow(
         ):
             return [LOST] * len(results)
     return [carried(name, sampled, result, samples) for result in results]
+
+
+def _moves_rows(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], sampled: Sequence[tuple[Tensor, int]], samples: int
+) -> bool:
+    """Whether rows of several samples, or of some more than once, may come to lie side by side on the first axis."""
+    layout = next((layout for tensor, layout in sampled if args and tensor is args[0]), LOST)
+    if layout not in (0, FOLDED):
+        return False
+    if name in MOVING:
+        place, default = MOVING[name]
+        dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+        along = dims if isinstance(dims, (tuple, list)) else [dims]
+        return 0 in [dim % args[0].dim() for dim in along if dim is not None]
+    if name != "__getitem__":
+        return False
+    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+    first = next((part for part in parts if part is not None), None)
+    if not isinstance(first, Tensor) or first.dtype == torch.bool or first.dim() == 0:
+        return False
+    # as many rows as samples, by an index that does not depend on them: one of each, in some order
+    each = layout == 0 and len(first) == samples and all(tensor is not first for tensor, _ in sampled)
+    return not each
 
 
 def _viewed(

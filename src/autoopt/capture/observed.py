@@ -28,7 +28,10 @@ def observed(plain: type[Any]) -> type[nn.Module]:
 
     def forward(self: nn.Module, input: Tensor, *more: Any, **options: Any) -> Any:  # noqa: A002 - the layers' own name
         site: Site | None = self.__dict__.get(SITE)
-        if site is None or site.current.resting or not observable() or not site.trains() or site.blank(input):
+        if site is None or site.current.resting or not observable() or not site.trains():
+            return plain.forward(self, input, *more, **options)
+        watch = site.current.watch
+        if not (site.routed or (watch is not None and watch.routes(input))) and site.blank(input):
             return plain.forward(self, input, *more, **options)
         if more or options:
             raise RuntimeError(
@@ -36,8 +39,10 @@ def observed(plain: type[Any]) -> type[nn.Module]:
                 "exact statistics yet: call it with the input alone, or freeze it."
             )
         site.reached()
-        if site.current.watch is not None:
-            return site.current.watch.layer(site, functools.partial(_run, self), input)
+        if watch is not None:
+            return watch.layer(site, functools.partial(_run, self), input)
+        if site.routed:
+            raise site.unknown()
         return _run_eagerly(self, input) if torch.compiler.is_compiling() and site.eager else _run(self, input)
 
     def forward_composite(self: nn.Module, *args: Any, **options: Any) -> Any:

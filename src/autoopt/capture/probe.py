@@ -15,7 +15,8 @@ Where the answer is not plain:
 - *Samples that meet* (batch statistics in evaluation too, a contrastive loss, attention across the batch): the layers
   before have their answer; those after keep the axis that is as long as the batch, with a warning if the other axis of
   the inputs could be the batch as well. Without such an axis it is an error that names the layer.
-- *Rows that are routed* (a mixture of experts), so that their number changes with the data: the same error.
+- *Rows that are routed* (a mixture of experts), so that their number changes with the data: what a `Watch` sees has to
+  tell (`scattered`), or it is the same error.
 - *Layers that are not reached* are not spoken of: probe again when they are.
 - *A forward pass that raises* when it runs again, inputs without a tensor, a list of samples: no layouts, a warning.
 """
@@ -56,6 +57,7 @@ class Found(NamedTuple):
     shown: frozenset[str] = frozenset()  # the layers whose rows moved as the layout says; the others' is by length
     axis: int = 0  # that of the samples in the model's inputs
     doubt: str | None = None  # what to warn of
+    routed: Mapping[str, str] = {}  # layers whose rows are told apart by nothing that they are given -> the refusal
 
 
 def probe(
@@ -68,9 +70,6 @@ def probe(
     """The layouts of those layers that a forward pass of the model reaches, as far as they can be told.
 
     `agree`: whether any rank says so, for models that must run as often on each.
-
-    Raises:
-        RuntimeError: the rows of a layer's input cannot be told apart by sample; it names the layer.
     """
     inputs = (*args, *kwargs.values())
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -202,25 +201,26 @@ class Answer:
     def found(self, doubt: bool = False) -> Found:
         """The layout of every layer that has one; `doubt` if the other axis of the inputs may be the batch too."""
         layouts: dict[str, Layout | None] = {name: own for name, own in self.own.items() if name in self.layers}
-        guessed = []
+        guessed, routed = [], {}
         for name in (*self.mixed, *self.still):
             if name not in self.layers:
                 continue
             axis = self._by_length(name)
             if axis is None and name in self.mixed:
-                raise RuntimeError(self._refusal(name))
+                routed[name] = self._refusal(name)
+                continue
             layouts[name] = None if axis is None else Layout(axis)
             if axis is not None and (doubt or (name in self.still and self.batch.square and axis != self.batch.axis)):
                 guessed.append(f"axis {axis} of the input of layer '{name}', of shape {tuple(self.shapes[name][0])},")
         if not guessed:
-            return Found(layouts, frozenset(self.own), self.batch.axis)
+            return Found(layouts, frozenset(self.own), self.batch.axis, routed=routed)
         more = f" (as in {len(guessed) - 1} more layers)" if len(guessed) > 1 else ""
         warning = (
             f"{guessed[0]} is taken as the batch for its length alone{more}: samples meet before the layer, or do not "
             "reach it. If it is not, the statistics are wrong: give the model the batch as first axis, or leave the "
             "layer to another optimizer through param_groups."
         )
-        return Found(layouts, frozenset(self.own), self.batch.axis, warning)
+        return Found(layouts, frozenset(self.own), self.batch.axis, warning, routed)
 
     def _by_length(self, name: str) -> int | None:
         """The axis that is as long as the batch in all calls."""

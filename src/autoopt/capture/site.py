@@ -11,6 +11,7 @@ from autoopt.capture.ledger import Ledger
 from autoopt.moments import Contributions, Prepare, precision
 
 ROLES = ("weight", "bias")
+ROUTABLE = nn.Linear, nn.LayerNorm  # take one row after the other
 
 
 class Site:
@@ -25,6 +26,7 @@ class Site:
     folded = False  # whether `fold` is to be counted in every pass
     strided = False  # the rows of a sample are not consecutive: it is every N-th one
     settled = False  # all of this was seen when a sample was changed
+    routed = False  # rows come to it in any number and order: a Watch has to tell which sample each belongs to
 
     def __init__(
         self, name: str, layer: nn.Module, plain: type[nn.Module], prepare: Prepare, current: Pass, ledger: Ledger
@@ -86,7 +88,8 @@ class Site:
     @property
     def eager(self) -> bool:
         """Whether the layer's uses have to be seen one by one, outside of any compiled graph."""
-        return self.repeated or self.fold > 1 or len(self.shadows) < len(self.names) or bool(self.origins)
+        several = self.repeated or self.fold > 1 or self.routed
+        return several or len(self.shadows) < len(self.names) or bool(self.origins)
 
     # The forward pass.
 
@@ -111,6 +114,26 @@ class Site:
         """Have the layer's layout found, outside of any compiled graph."""
         if self.current.entrance is not None and not torch.compiler.is_compiling():
             self.current.entrance.reach(self)
+
+    def takes_rows(self) -> bool:
+        """Whether the layer may be given rows of any number, in any order."""
+        return isinstance(self.layer, ROUTABLE) and not self.origins
+
+    def route(self, refusal: str = "") -> None:
+        """It is. `refusal`: what to say if the layer cannot be."""
+        if not self.takes_rows():
+            raise RuntimeError(refusal)
+        self.routed = True
+
+    def unknown(self) -> RuntimeError:
+        """What to raise where nobody can tell which sample each row belongs to."""
+        return RuntimeError(
+            f"which rows of the input of layer '{self.name}' ({self.plain.__name__}) belong to one sample cannot be "
+            "told: they come in any number and order, as to the experts of a mixture, by operations that do not show "
+            "it, or in a checkpoint, where nothing does. Route them by indices or masks and outside of checkpoints, "
+            "reshape to (batch, positions, features) before the layer, or leave it to another optimizer through "
+            "param_groups."
+        )
 
     def grouped(self, x: Tensor) -> Tensor:
         """The input with the samples on its first axis, the rows of each together."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map, tree_unflatten
 
-from autoopt.capture import ruled
+from autoopt.capture import ruled, scattered
 from autoopt.capture.copies import Copies, Rows
 from autoopt.capture.layout import FOLDED, LOST, carried, follow
 from autoopt.capture.ledger import sources
@@ -54,6 +54,7 @@ class Watch(TorchFunctionMode):
         self.abandoned = False  # the axis is another one, and nothing depends on it
         self.events = 0  # calls with parameters outside of their layers, and layers that had to be told something
         self.layouts = Marks()  # of tensors that hold samples
+        self.owners = Marks()  # of tensors whose rows were routed: the sample of each row
         self.made = Marks()  # of tensors computed from parameters alone
         for tensor in inputs:
             places = [a for a in (axis, 1 - axis) if tensor.dim() > a and tensor.shape[a] == self.samples]
@@ -73,7 +74,7 @@ class Watch(TorchFunctionMode):
         if name in METADATA:
             tensors = tensors[:1]  # of the others only shape and type are read
         if torch.is_grad_enabled() and any(map(self.derived, tensors)):
-            if any(self.layout(tensor) is not None for tensor in tensors):
+            if any(self.layout(tensor) is not None for tensor in tensors if not _chosen(name, tensor, args)):
                 return self._meet(func, name, args, kwargs)
             again = functools.partial(self._meet, func, name, args, kwargs)
             return self._derive(name, tensors, func(*args, **kwargs), again)
@@ -82,8 +83,11 @@ class Watch(TorchFunctionMode):
         if sampled:
             found = list(tensors_in((result,)))
             if found:
-                for tensor, layout in zip(found, follow(func, args, kwargs, sampled, found, self.samples), strict=True):
+                layouts = follow(func, args, kwargs, sampled, found, self.samples)
+                for tensor, layout in zip(found, layouts, strict=True):
                     self.layouts.put(tensor, layout)
+                if LOST in layouts:
+                    self._route(name, args, kwargs, found)
         return result
 
     # What is known of a tensor.
@@ -102,6 +106,36 @@ class Watch(TorchFunctionMode):
             known = 0 if tensor.dim() and tensor.shape[0] == self.samples else LOST
         return known
 
+    def owner(self, tensor: Tensor) -> Tensor | None:
+        """The sample of each row, where rows of the first axis belong to samples."""
+        layout = self.layout(tensor)
+        if layout in (0, FOLDED):
+            rows = torch.arange(tensor.shape[0], device=tensor.device)
+            return rows // (tensor.shape[0] // self.samples)
+        return None if layout is None else self.owners.get(tensor)
+
+    def routes(self, tensor: Tensor) -> bool:
+        """Whether its rows were routed, and are known all the same."""
+        return self.owners.get(tensor) is not None
+
+    def _route(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+        """Follow the rows of what a call without parameters gave, where samples are known by their rows alone."""
+        if name in ("cat", "concat", "concatenate"):
+            parts = list(args[0]) if args else list(kwargs["tensors"])
+            found = [scattered.joined(parts, [self.owner(part) for part in parts], results[0])]
+        elif name.rstrip("_") in ("index_add", "index_copy"):
+            _, dim, index, source = (*args, *kwargs.values())[:4]
+            owners = self.owner(source)
+            found = [None if owners is None or dim != 0 else scattered.put_back(index, owners, results[0])]
+        else:
+            given = [(t, o) for t in tensors_in(args[:2]) if (o := self.owner(t)) is not None]
+            first = next(((t, o) for t, o in given if t is args[0] or self.layout(t) == LOST), None)
+            if first is None or (name == "__getitem__" and first[0] is not args[0]):
+                return
+            found = scattered.route(name, (first[0], *args[1:]), kwargs, first[1], results)
+        for tensor, owners in zip(results, found, strict=True):
+            self.owners.put(tensor, owners)
+
     def constant(self, tensor: Tensor) -> bool:
         """Whether the samples have no part in it."""
         return self.layout(tensor) is None
@@ -116,9 +150,11 @@ class Watch(TorchFunctionMode):
 
     def layer(self, site: Site, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer that has a rule of its own."""
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        if site.routed or (site.takes_rows() and any(map(self.routes, tensors))):
+            return self._routed_layer(site, *tensors)
         if self.abandoned:
             return run(*args, **kwargs)
-        tensors = list(tensors_in((*args, *kwargs.values())))
         if tensors and all(self.constant(tensor) and not self._alike(tensor) for tensor in tensors):
             # It sees the same for all samples, so what it gives is computed from parameters alone.
             self.needed = True
@@ -140,6 +176,18 @@ class Watch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             result = run(*args, **kwargs)
         return self._note(result, sampled)
+
+    def _routed_layer(self, site: Site, x: Tensor) -> Tensor:
+        """Run a layer that is given rows of any number, in any order."""
+        self.needed = True
+        self.events += 1
+        site.route()  # if it was found to have a layout, that was by chance
+        owners = None if self.abandoned else self.owners.get(x)
+        if owners is None:
+            raise site.unknown()
+        with torch._C.DisableTorchFunction():
+            call = Call.of(*scattered.as_call(site.layer, x), {}, self.derived, self.layout, self.samples)
+            return self._by_owners(call, owners)
 
     def _place(self, site: Site, tensor: Tensor, layout: int) -> None:
         """Tell a layer where its samples are."""
@@ -200,7 +248,11 @@ class Watch(TorchFunctionMode):
         """The result of the `whole` model, or of a part: there, what parameters alone gave may be used in any way."""
         if whole and any(map(self.derived, tensors_in((result,)))):
             result = tree_map(self.given, result)
-        self.layouts, self.made = Marks(), Marks()  # the graph refers to this, and they refer to tensors
+        self.layouts, self.owners, self.made = (
+            Marks(),
+            Marks(),
+            Marks(),
+        )  # the graph refers to this, and they refer to tensors
         return result
 
     def given(self, value: Any) -> Any:
@@ -262,7 +314,28 @@ class Watch(TorchFunctionMode):
         if rewritten is not None:
             with self:
                 return rewritten(*args, **kwargs)
-        return self._one_by_one(Call.of(func, args, kwargs, self.derived, self.layout, self.samples))
+        call = Call.of(func, args, kwargs, self.derived, self.layout, self.samples)
+        owners = self._routed(call)
+        return self._one_by_one(call) if owners is None else self._by_owners(call, owners)
+
+    def _routed(self, call: Call) -> Tensor | None:
+        """The sample of each row, if it is rows that were routed that meet parameters."""
+        rows = [call.leaves[i] for i, layout in call.layouts.items() if layout == LOST]
+        owners = next((owners for tensor in rows if (owners := self.owners.get(tensor)) is not None), None)
+        if owners is None or not scattered.rowwise(call, owners):
+            return None
+        # what has no gradient, as the places where the rows of an expert end, belongs to no sample
+        others = [t for i in call.layouts if (t := call.leaves[i]).is_floating_point()]
+        same = all((other := self.owner(t)) is not None and other.shape == owners.shape for t in others)
+        return owners if same else None
+
+    def _by_owners(self, call: Call, owners: Tensor) -> Tensor:
+        for i in call.derived:
+            self._use(call.leaves[i])
+        result = scattered.run(call, owners, self.ledger, self.sole)
+        self.layouts.put(result, LOST)
+        self.owners.put(result, owners)
+        return result
 
     def _fits(self, known: ruled.Known) -> bool:
         layout = self.layout(known.x)
@@ -347,6 +420,11 @@ class Watch(TorchFunctionMode):
             f"got {self.samples} samples: {what} {'it' if len(names) == 1 else 'them'}. Keep the samples on the first "
             "axis, freeze the parameter, or leave it to another optimizer through param_groups."
         )
+
+
+def _chosen(name: str, tensor: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether a tensor says, by one number, which part of a parameter is taken, as the one of an expert."""
+    return name == "__getitem__" and tensor is not args[0] and tensor.dim() == 0
 
 
 def _own_layout(site: Site, tensor: Tensor, placed: set[Site]) -> int | None:

@@ -1,0 +1,255 @@
+"""Rows that are routed, as to the experts of a mixture: exact, wherever the rows of a sample come to lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoopt import AutoAdam, AutoSGD
+from autoopt.capture import Capture
+from equivalence.by_sample import assert_exact
+
+N, T, D, EXPERTS = 6, 5, 4, 3
+both_moments = pytest.mark.parametrize("elementwise", [True, False], ids=["elementwise", "total"])
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Mixture(nn.Module):
+    """Modules as experts, two for each position. A way takes rows, an expert and the weight of each row for it."""
+
+    def __init__(self, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.gate, self.experts, self.way = nn.Linear(D, EXPERTS), nn.ModuleList(Expert() for _ in range(EXPERTS)), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = F.softmax(self.gate(x), -1)
+        weights = torch.where(weights >= weights.topk(2, -1).values[..., -1:], weights, 0)
+        return x + sum(self.way(x, expert, weights[..., i]) for i, expert in enumerate(self.experts))  # type: ignore[operator]
+
+
+def by_numbers(x: Tensor, expert: nn.Module, weight: Tensor) -> Tensor:
+    rows, weight = x.reshape(-1, D), weight.reshape(-1)
+    (chosen,) = torch.where(weight > 0)
+    y = expert(rows[chosen]) * weight[chosen].unsqueeze(-1)
+    return torch.zeros_like(rows).index_add(0, chosen, y).view_as(x)
+
+
+def by_mask(x: Tensor, expert: nn.Module, weight: Tensor) -> Tensor:
+    mask = weight > 0
+    y = expert(x[mask]) * weight[mask].unsqueeze(-1)
+    return torch.zeros_like(x).masked_scatter(mask.unsqueeze(-1), y)
+
+
+def by_mask_in_place(x: Tensor, expert: nn.Module, weight: Tensor) -> Tensor:
+    output = torch.zeros_like(x)
+    output[weight > 0] = expert(x[weight > 0])
+    return output * weight.unsqueeze(-1)
+
+
+def by_selection(x: Tensor, expert: nn.Module, weight: Tensor) -> Tensor:
+    rows, chosen = x.flatten(0, 1), torch.where(weight.flatten() > 0)[0]
+    y = expert(torch.index_select(rows, 0, chosen).unsqueeze(0).reshape(-1, D))
+    return torch.zeros_like(rows).index_copy(0, chosen, y).view_as(x) * weight.unsqueeze(-1)
+
+
+WAYS = [by_numbers, by_mask, by_mask_in_place, by_selection]
+
+
+class Stack(nn.Module):
+    """Two mixtures, or one that is used twice."""
+
+    def __init__(self, way: Callable[..., Tensor], shared: bool = False) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, D), nn.Linear(D, 2)
+        self.one = Mixture(way)
+        self.two = self.one if shared else Mixture(way)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.two(self.one(self.first(x))))
+        return y
+
+
+def losses(x: Tensor) -> Callable[[nn.Module], Tensor]:
+    return lambda model: model(x).square().flatten(1).sum(1)
+
+
+@both_moments
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_that_are_modules(way: Callable[..., Tensor], elementwise: bool) -> None:
+    """In the first pass nobody knows that their rows are routed; in the others it is known."""
+    assert_exact(Stack(way).double(), losses(torch.randn(N, T, 3).double()), elementwise, passes=3)
+
+
+@both_moments
+def test_a_mixture_used_twice(elementwise: bool) -> None:
+    assert_exact(Stack(by_numbers, shared=True).double(), losses(torch.randn(N, T, 3).double()), elementwise, passes=2)
+
+
+@both_moments
+def test_an_expert_without_rows(elementwise: bool) -> None:
+    model = Stack(by_mask).double()
+    model.one.gate.bias.data[1] = -1e3
+    capture = assert_exact(model, losses(torch.randn(N, T, 3).double()), elementwise, passes=2)
+    assert capture.second_moment("one.experts.1.up.weight").count_nonzero() == 0
+
+
+class Sorted(nn.Module):
+    """Parameters of all experts in one tensor each; rows sorted by expert, in one product, and put back."""
+
+    def __init__(self, product: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.gate, self.product = nn.Linear(D, EXPERTS), product
+        self.weight, self.bias = nn.Parameter(torch.randn(EXPERTS, D, D)), nn.Parameter(torch.randn(EXPERTS, D))
+        self.scale = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weight, expert = F.softmax(self.gate(rows), -1).topk(2, -1)
+        expert, order = expert.reshape(-1).sort()
+        ends = torch.bincount(expert, minlength=EXPERTS).cumsum(0)
+        y = self.product(rows[order // 2], self.weight, expert, ends) + self.bias[expert]
+        y = F.silu(y) * self.scale * weight.reshape(-1)[order].unsqueeze(-1)
+        y = y[order.argsort()].view(-1, 2, D).sum(1)
+        return x + y.view_as(x)
+
+
+def looped(rows: Tensor, weight: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([part @ weight[i] for i, part in enumerate(rows.split(sizes))])
+
+
+def selected(rows: Tensor, weight: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    return torch.bmm(rows.unsqueeze(1), weight[expert]).squeeze(1)
+
+
+def everywhere(rows: Tensor, weight: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    """Every expert sees all rows."""
+    every = torch.bmm(rows.repeat(EXPERTS, 1).view(EXPERTS, -1, D), weight)
+    return every[expert, torch.arange(len(rows))]
+
+
+@both_moments
+@pytest.mark.parametrize("product", [looped, selected, everywhere])
+def test_experts_in_one_parameter(product: Callable[..., Tensor], elementwise: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, D), Sorted(product), nn.Linear(D, 2)).double()
+    assert_exact(model, losses(torch.randn(N, T, 3).double()), elementwise, passes=2)
+
+
+def test_a_grouped_product_as_torch_has_it() -> None:
+    """It knows no float64."""
+    if not hasattr(F, "grouped_mm"):
+        pytest.skip("this version of torch has no F.grouped_mm")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, D), Sorted(_grouped)), torch.randn(N, T, 3)
+    twin = nn.Sequential(nn.Linear(3, D), Sorted(looped))
+    twin.load_state_dict(model.state_dict())
+    found = []
+    for one in (model, twin):
+        capture = Capture(one, dict(one.named_parameters()), elementwise=True)
+        losses(x)(one).mean().backward()
+        found.append({name: capture.second_moment(name) for name in capture.parameters})
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-7)  # float32, summed in two orders
+
+
+def _grouped(rows: Tensor, weight: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    product: Tensor = F.grouped_mm(rows, weight, offs=ends.to(torch.int32))
+    return product
+
+
+class Shuffled(nn.Module):
+    """A parameter that meets all rows of the batch, in an order that they themselves decide on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(3, D), nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x).flatten(0, 1)
+        order = rows.detach().sum(1).argsort()
+        y = torch.tanh(rows[order] @ self.weight)
+        return torch.zeros_like(rows).index_copy(0, order, y).view(len(x), -1)
+
+
+@both_moments
+def test_rows_in_another_order(elementwise: bool) -> None:
+    """As many as before, so that their number says nothing."""
+    assert_exact(Shuffled().double(), losses(torch.randn(N, T, 3).double()), elementwise, passes=2)
+
+
+class Some(nn.Module):
+    """The first samples go through a layer more than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.more = nn.Linear(3, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return torch.cat([self.more(y[:2]), y[2:]])
+
+
+@both_moments
+def test_a_layer_that_is_given_some_of_the_samples(elementwise: bool) -> None:
+    assert_exact(Some().double(), losses(torch.randn(N, 3).double()), elementwise, passes=2)
+
+
+class Mixed(nn.Module):
+    """Rows that are sums of those of several samples, before a layer or a parameter."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, D) if layer else None
+        self.weight = None if layer else nn.Parameter(torch.randn(3, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        rows = torch.linspace(0, 1, len(rows) ** 2).view(len(rows), -1) @ rows
+        return self.layer(rows) if self.layer is not None else rows @ self.weight
+
+
+@pytest.mark.parametrize("layer", [True, False])
+def test_rows_of_several_samples_are_refused(layer: bool) -> None:
+    model = Mixed(layer)
+    Capture(model, dict(model.named_parameters()), elementwise=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'layer'.* cannot be told|parameter 'weight'.* is not known"):
+            model(torch.randn(N, T, 3))
+
+
+def test_a_checkpoint_hides_the_routes() -> None:
+    model = Stack(by_mask)
+    optimizer = AutoSGD(model)
+    x = model.first(torch.randn(N, T, 3))
+    with pytest.raises(RuntimeError, match=r"layer 'one\.experts\.0\.norm' .* outside of checkpoints"):
+        checkpoint(model.one, x, use_reentrant=False).sum().backward()
+    optimizer.detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"rule": "paper"}, {"measure_every": 2}], ids=str)
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+def test_a_mixture_trains(make: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Other batches are routed in other ways."""
+    model = nn.Sequential(Stack(by_numbers), nn.Linear(2, D), Sorted(looped))
+    optimizer = make(model, **options)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for size in (N, N, N - 1, N, N + 1, N):
+        optimizer.zero_grad()
+        (model(torch.randn(size, T, 3)) - 1).square().mean().backward()
+        optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(0 <= chosen.noise < float("inf") for chosen in optimizer.tuned().values())
