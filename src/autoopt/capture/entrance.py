@@ -138,9 +138,10 @@ class Entrance:
             found = probe(module, args, kwargs, layers, self.agree)
         self._asked |= {(id(module), path) for path in layers}
         self._axes[id(module)], self._doubt = found.axis, found.doubt
-        self.known |= (found.layouts.keys() | found.routed.keys()) or layers.keys()  # else it cannot run again either
-        for path, refusal in found.routed.items():
-            self.sites[path].route(refusal)
+        self.known |= found.layouts.keys() or layers.keys()  # where it cannot run, it cannot run again
+        for path in sorted(found.routed):
+            self.sites[path].route()
+        self.known |= found.routed
         for path, layout in found.layouts.items():
             site = self.sites[path]
             if layout is not None and not isinstance(site, Composite):  # those know by themselves

@@ -20,10 +20,12 @@ VIEWS = {
     "split", "tensor_split", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "__getitem__", "__get__",
     "diagonal", "unfold", "flip",
 }  # fmt: skip
-MOVING = {  # along an axis, which is the argument of that number, or else this one
-    "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1), "gather": (1, None), "take_along_dim": (2, None),
-    "index_select": (1, None), "roll": (2, None),
+MOVING = {  # along an axis, the argument of that number, or else this one
+    "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1), "gather": (1, 0), "take_along_dim": (2, 0),
+    "index_select": (1, 0), "flip": (1, 0), "roll": (2, 0),
 }  # fmt: skip
+DEEPER = {"", "one_hot", "embedding", "diag_embed", "view_as_real"}  # new axes are behind the others; "": a layer
+WRITING = {"index_copy", "index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"}
 PRODUCTS = {"matmul", "mm", "bmm", "einsum", "__matmul__", "__rmatmul__", "linear", "cdist", "addmm", "baddbmm"}
 
 
@@ -37,10 +39,16 @@ def follow(
 ) -> list[int]:
     """The layouts of what an operation gave, from those of the tensors with samples that it took."""
     name = func.__name__
-    if name in ("matmul", "mm", "__matmul__") and args[1].dim() <= 2:  # which sums over the rows of its right side
+    if name in ("matmul", "mm", "__matmul__") and len(args) > 1 and args[1].dim() <= 2:  # sums over rows of its right
         sampled = [(tensor, layout) for tensor, layout in sampled if tensor is not args[1] or layout > 0]
-    if not sampled or _moves_rows(name, args, kwargs, sampled, samples):
+    if not sampled or name.rstrip("_") in WRITING or _moves_rows(name, args, kwargs, sampled):
         return [LOST] * len(results)
+    if name == "einsum" and isinstance(args[0], str):
+        return [_summed(args[0], args[1:], sampled)]
+    if name == "stack":
+        new = kwargs.get("dim", args[1] if len(args) > 1 else 0) % results[0].dim()
+        places = {LOST if layout < 0 else layout + (new <= layout) for _, layout in sampled}
+        return [places.pop() if len(places) == 1 else LOST]
     if name in VIEWS and sampled[0][0] is args[0] and sampled[0][1] != LOST and len(sampled) == 1:
         tensor, layout = sampled[0]
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args[1:], kwargs))):
@@ -52,27 +60,39 @@ def follow(
     return [carried(name, sampled, result, samples) for result in results]
 
 
-def _moves_rows(
-    name: str, args: Sequence[Any], kwargs: dict[str, Any], sampled: Sequence[tuple[Tensor, int]], samples: int
-) -> bool:
-    """Whether rows of several samples, or of some more than once, may come to lie side by side on the first axis."""
+def _moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], sampled: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether rows may come to lie on the first axis in another order, or in other numbers."""
+    if name == "embedding":
+        return any(tensor is args[1] for tensor, _ in sampled)  # of a table that is made of samples
     layout = next((layout for tensor, layout in sampled if args and tensor is args[0]), LOST)
     if layout not in (0, FOLDED):
         return False
     if name in MOVING:
         place, default = MOVING[name]
-        dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
-        along = dims if isinstance(dims, (tuple, list)) else [dims]
-        return 0 in [dim % args[0].dim() for dim in along if dim is not None]
+        given = kwargs.get("dim", kwargs.get("dims", args[place:] or default))
+        return 0 in [dim % args[0].dim() for dim in tree_leaves(given) if type(dim) is int]
     if name != "__getitem__":
         return False
     parts = args[1] if isinstance(args[1], tuple) else (args[1],)
     first = next((part for part in parts if part is not None), None)
-    if not isinstance(first, Tensor) or first.dtype == torch.bool or first.dim() == 0:
-        return False
-    # as many rows as samples, by an index that does not depend on them: one of each, in some order
-    each = layout == 0 and len(first) == samples and all(tensor is not first for tensor, _ in sampled)
-    return not each
+    return isinstance(first, list) or (isinstance(first, Tensor) and first.dim() > 0)
+
+
+def _summed(equation: str, operands: Sequence[Any], sampled: Sequence[tuple[Tensor, int]]) -> int:
+    """The layout of what torch.einsum gave: the letters tell."""
+    terms, _, result = equation.replace(" ", "").partition("->")
+    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    layouts = {id(tensor): layout for tensor, layout in sampled}
+    places = set()
+    for term, tensor in zip(terms.split(","), given, strict=True):
+        layout = layouts.get(id(tensor))
+        if layout is None:
+            continue
+        if layout == LOST or "." in equation or "->" not in equation or term[max(layout, 0)] not in result:
+            return LOST
+        place = result.index(term[max(layout, 0)])
+        places.add(place if layout >= 0 else FOLDED if place == 0 else LOST)
+    return places.pop() if len(places) == 1 else LOST
 
 
 def _viewed(
@@ -86,7 +106,8 @@ def _viewed(
 ) -> list[int]:
     """A view of a tensor that steps along its sample axis alone shows where that axis went."""
     axis = max(layout, 0)
-    if layout >= 0 and all(list(t.shape).count(samples) == 1 for t in (tensor, *results)):
+    whole = all(result.numel() >= tensor.numel() for result in results)
+    if whole and layout >= 0 and all(list(t.shape).count(samples) == 1 for t in (tensor, *results)):
         return [list(result.shape).index(samples) for result in results]
     strides = [int(a == axis) for a in range(tensor.dim())]
     shown = func(torch.empty_strided(tensor.shape, strides, device="meta"), *args[1:], **kwargs)
@@ -114,10 +135,11 @@ def _kept(name: str, tensor: Tensor, layout: int, result: Tensor, samples: int) 
     if name in RESHAPES:
         return _reshaped(tensor.shape, layout, result.shape, samples)
     axis = max(layout, 0)
-    for place in (axis, axis + result.dim() - tensor.dim()):  # broadcasting counts axes from the right
-        if 0 <= place < result.dim() and result.shape[place] == tensor.shape[axis]:
-            return place if layout >= 0 else FOLDED if place == 0 else LOST
-    return LOST
+    possible = {axis} if name in DEEPER else {axis, axis + result.dim() - tensor.dim()}  # broadcasting adds in front
+    places = [p for p in possible if 0 <= p < result.dim() and result.shape[p] == tensor.shape[axis]]
+    if len(places) != 1:
+        return LOST
+    return places[0] if layout >= 0 else FOLDED if places[0] == 0 else LOST
 
 
 def _reshaped(before: torch.Size, layout: int, after: torch.Size, samples: int) -> int:

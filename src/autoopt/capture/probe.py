@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from autoopt.capture.rerun import (
     KNOWN,
+    OUTPUT,
     CannotRunError,
     Seen,
     Trace,
@@ -57,7 +58,7 @@ class Found(NamedTuple):
     shown: frozenset[str] = frozenset()  # the layers whose rows moved as the layout says; the others' is by length
     axis: int = 0  # that of the samples in the model's inputs
     doubt: str | None = None  # what to warn of
-    routed: Mapping[str, str] = {}  # layers whose rows are told apart by nothing that they are given -> the refusal
+    routed: frozenset[str] = frozenset()  # layers whose rows are told apart by nothing that they are given
 
 
 def probe(
@@ -86,7 +87,7 @@ def probe(
             return error
 
     first = ask(0)
-    mixed = isinstance(first, Answer) and bool(first.mixed)
+    mixed = isinstance(first, Answer) and first.doubtful
     mixed = mixed if agree is None else agree(mixed)
     second = ask(1) if mixed else None
     if isinstance(first, CannotRunError):
@@ -198,29 +199,36 @@ class Answer:
             else:
                 self.own[name] = layouts[0]
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether samples mix on the way. If what the model returns shows none of it, they are routed instead."""
+        returned = [name for name in self.shapes if name.startswith(OUTPUT)]
+        shown = any(name in self.own for name in returned) and not any(name in self.mixed for name in returned)
+        return bool(self.mixed) and not shown
+
     def found(self, doubt: bool = False) -> Found:
         """The layout of every layer that has one; `doubt` if the other axis of the inputs may be the batch too."""
         layouts: dict[str, Layout | None] = {name: own for name, own in self.own.items() if name in self.layers}
-        guessed, routed = [], {}
+        guessed, routed = [], set()
         for name in (*self.mixed, *self.still):
             if name not in self.layers:
                 continue
             axis = self._by_length(name)
             if axis is None and name in self.mixed:
-                routed[name] = self._refusal(name)
+                routed.add(name)
                 continue
             layouts[name] = None if axis is None else Layout(axis)
             if axis is not None and (doubt or (name in self.still and self.batch.square and axis != self.batch.axis)):
                 guessed.append(f"axis {axis} of the input of layer '{name}', of shape {tuple(self.shapes[name][0])},")
         if not guessed:
-            return Found(layouts, frozenset(self.own), self.batch.axis, routed=routed)
+            return Found(layouts, frozenset(self.own), self.batch.axis, routed=frozenset(routed))
         more = f" (as in {len(guessed) - 1} more layers)" if len(guessed) > 1 else ""
         warning = (
             f"{guessed[0]} is taken as the batch for its length alone{more}: samples meet before the layer, or do not "
             "reach it. If it is not, the statistics are wrong: give the model the batch as first axis, or leave the "
             "layer to another optimizer through param_groups."
         )
-        return Found(layouts, frozenset(self.own), self.batch.axis, warning, routed)
+        return Found(layouts, frozenset(self.own), self.batch.axis, warning, frozenset(routed))
 
     def _by_length(self, name: str) -> int | None:
         """The axis that is as long as the batch in all calls."""
@@ -231,16 +239,6 @@ class Answer:
             if all(axis in possible and shape[axis] == self.batch.samples for shape, possible in axes):
                 return axis
         return None
-
-    def _refusal(self, name: str) -> str:
-        shapes = " and ".join(dict.fromkeys(str(tuple(shape)) for shape in self.shapes[name]))
-        return (
-            f"which rows of the input of layer '{name}' ({type(self.layers[name]).__name__}) belong to one sample "
-            f"cannot be told: its shape is {shapes} for {self.batch.samples} samples, and where one sample changes, so "
-            "do rows that are not one block of an axis. Give the model the batch as first axis (batch_first=True), "
-            "reshape to (batch, positions, features) before the layer, or leave it to another optimizer through "
-            "param_groups."
-        )
 
 
 def _runs(model: nn.Module, batch: Batch, structure: pytree.TreeSpec, layers: Mapping[str, nn.Module]) -> list[Trace]:

@@ -34,6 +34,7 @@ class Seen(NamedTuple):
 
 
 Trace = dict[str, list[Seen]]
+OUTPUT = "output"  # under which, with a number, a trace has what the model returned
 
 
 class CannotRunError(Exception):
@@ -49,7 +50,7 @@ def rerun(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], laye
             raise CannotRunError(f"{type(error).__name__}: {error}") from error
     for number, output in enumerate(tree_leaves(result)):
         if isinstance(output, Tensor):
-            trace[f"output {number}"] = [_seen(output, range(output.dim()))]
+            trace[f"{OUTPUT} {number}"] = [_seen(output, range(output.dim()))]
     return trace
 
 

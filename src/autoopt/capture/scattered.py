@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
 
 from autoopt.capture.copies import Sole, enter, once
+from autoopt.capture.current import lowered
 from autoopt.capture.ledger import Ledger
 from autoopt.capture.rowwise import ELEMENTWISE, Call
 from autoopt.moments import Contributions
@@ -26,7 +26,8 @@ Owners = list[Tensor | None]
 PRODUCTS = {"linear", "matmul", "mm", "bmm", "__matmul__", "_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
 KEEPING = {  # every row as it is given
     "relu", "silu", "gelu", "tanh", "sigmoid", "softplus", "leaky_relu", "elu", "mish", "hardswish", "square", "exp",
-    "dropout", "clamp", "neg", "to", "type_as", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach",
+    "dropout", "clamp", "neg", "abs", "sqrt", "rsqrt", "log", "sin", "cos", "erf", "gt", "lt", "ge", "le", "eq", "ne",
+    "to", "type_as", "float", "half", "bfloat16", "double", "long", "int", "clone", "contiguous", "detach",
 }  # fmt: skip
 
 
@@ -34,6 +35,11 @@ def _elementwise(name: str) -> bool:
     """Of functions, methods, and what operators call: mul, mul_, __rmul__, __imul__."""
     plain = name.strip("_")
     return any(one in ELEMENTWISE for one in (plain, plain.removeprefix("r"), plain.removeprefix("i")))
+
+
+def keeps(name: str) -> bool:
+    """Whether a call by that name gives every row as it was given one, whatever else it takes."""
+    return name.strip("_") in KEEPING or _elementwise(name)
 
 
 # Without parameters.
@@ -55,44 +61,62 @@ def _routed(
     def given(place: int, key: str, default: Any = None) -> Any:
         return kwargs.get(key, args[place] if len(args) > place else default)
 
+    def within(dim: Any) -> bool:
+        """Whether an axis is none of those that number rows."""
+        return type(dim) is int and dim % x.dim() >= owners.dim()
+
     match name:
         case "__getitem__":
-            return [_indexed(args[1], owners)]
-        case "index_select":
-            return [owners[given(2, "index")] if given(1, "dim") == 0 else owners]
+            return [_indexed(args[1], owners, x.dim())]
+        case "index_select" if type(given(1, "dim")) is int:
+            dim = given(1, "dim") % x.dim()
+            return [owners if within(dim) else owners.index_select(dim, given(2, "index"))]
         case "sort" | "argsort" if x.dim() == 1:
             return [owners[results[-1]]] * len(results)
+        case "flip" | "roll" if owners.dim() == x.dim() == 1 or within(1):
+            moved = getattr(owners, name)
+            return [moved(0) if name == "flip" else moved(args[1], 0)] if args[-1] in (0, (0,), [0]) else []
         case "split" | "chunk" | "tensor_split" if len(args) > 1:
-            along = given(2, "dim", 0) % x.dim()
-            return [owners] * len(results) if along else getattr(owners, name)(args[1])
+            return [owners] * len(results) if within(given(2, "dim", 0)) else getattr(owners, name)(args[1])
+        case "softmax" | "log_softmax" | "sum" | "mean" | "amax" | "topk":
+            return [owners] * len(results) if within(given(2 if name == "topk" else 1, "dim")) else []
         case "repeat_interleave" if given(2, "dim") == 0:
             return [owners.repeat_interleave(given(1, "repeats"))]
         case "repeat":
             times = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
             return [owners.repeat(times[: owners.dim()])] if len(times) == x.dim() else []
-        case "squeeze" | "unsqueeze" if given(1, "dim") is not None:
+        case "squeeze" | "unsqueeze" if type(given(1, "dim")) is int:
             at = given(1, "dim") % (x.dim() + (name == "unsqueeze"))
             return [getattr(owners, name)(at) if at < owners.dim() else owners]
         case "view" | "reshape" | "flatten" | "unflatten":
             return [_reshaped(owners, x.shape, results[0].shape)]
-    return [owners] if name.rstrip("_") in KEEPING or _elementwise(name) else []
+    return [owners] if keeps(name) or name in PRODUCTS else []
 
 
-def _indexed(index: Any, owners: Tensor) -> Tensor | None:
+def _indexed(index: Any, owners: Tensor, dims: int) -> Tensor | None:
+    """The owners of a part of a tensor of so many dimensions."""
     parts = index if isinstance(index, tuple) else (index,)
     if parts[0] is None:
-        within = _indexed(parts[1:], owners) if len(parts) > 1 else owners
+        within = _indexed(parts[1:], owners, dims) if len(parts) > 1 else owners
         return None if within is None else within.unsqueeze(0)
-    first, rest = parts[0], tree_leaves(parts[1:])
-    if isinstance(first, Tensor):
-        if any(isinstance(part, Tensor) and part.dim() > 1 for part in rest):
-            return None
-        if first.dtype == torch.bool:
-            owners = owners.view(*owners.shape, *[1] * (first.dim() - owners.dim())).expand(first.shape)
-        return owners[first]
-    if first is Ellipsis:
-        return owners
-    return owners[first] if isinstance(first, slice) and owners.dim() == 1 else None
+    if parts[0] is Ellipsis:
+        after = [part for part in parts[1:] if part is not None]
+        return owners if len(after) <= dims - owners.dim() and not any(map(_masks, after)) else None
+    if any(isinstance(part, list) or (isinstance(part, Tensor) and part.dim() > 1) for part in parts[1:]):
+        return None
+    first = parts[0]
+    if _masks(first):
+        owners = owners.view(*owners.shape, *[1] * max(0, first.dim() - owners.dim()))
+        return owners.expand(first.shape)[first] if owners.dim() == first.dim() else None
+    rows = parts[: owners.dim()]
+    if any(part is None or part is Ellipsis or _masks(part) for part in rows):
+        return None
+    found: Tensor = owners[rows]
+    return found if found.dim() else None
+
+
+def _masks(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.bool
 
 
 def _reshaped(owners: Tensor, before: torch.Size, after: torch.Size) -> Tensor | None:
@@ -104,20 +128,22 @@ def _reshaped(owners: Tensor, before: torch.Size, after: torch.Size) -> Tensor |
     return None
 
 
-def joined(tensors: Sequence[Tensor], owners: Owners, result: Tensor) -> Tensor | None:
-    """The owners of what `torch.cat` made, where it put rows behind rows."""
+def joined(owners: Owners, dim: int, result: Tensor) -> Tensor | None:
+    """The owners of what `torch.cat` made of tensors that have these."""
     known = [one for one in owners if one is not None]
-    if len(known) < len(tensors) or any(one.dim() > 1 for one in known):
+    if len(known) < len(owners) or any(one.dim() != known[0].dim() for one in known):
         return None
-    together = torch.cat(known)
-    return together if len(together) == len(result) else None
+    if dim % result.dim() >= known[0].dim():
+        return known[0]
+    return torch.cat(known) if dim % result.dim() == 0 else None
 
 
-def put_back(index: Tensor, owners: Tensor, result: Tensor) -> Tensor | None:
-    """The owners of rows to which rows with owners were added; -1, nobody, where none was."""
-    if owners.dim() > 1:
+def put_back(index: Any, owners: Tensor, before: Tensor | None, rows: int) -> Tensor | None:
+    """The owners of a tensor to some rows of which others were written; nobody's, -1, if it had none `before`."""
+    if not isinstance(index, Tensor) or index.dim() != 1 or owners.dim() != 1 or len(index) != len(owners):
         return None
-    return owners.new_full((len(result),), -1).index_copy_(0, index, owners)
+    before = owners.new_full((rows,), -1) if before is None else before
+    return before.index_copy(0, index, owners) if before.dim() == 1 else None
 
 
 # With parameters.
@@ -127,6 +153,8 @@ def as_call(layer: Any, x: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ..
     """What a layer of one row after the other does to x."""
     if isinstance(layer, nn.LayerNorm):
         return F.layer_norm, (x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+    if isinstance(layer, nn.RMSNorm):
+        return F.rms_norm, (x, layer.normalized_shape, layer.weight, layer.eps)
     return F.linear, (x, layer.weight, layer.bias)
 
 
@@ -169,6 +197,7 @@ class Scattered(torch.autograd.Function):
             use = _contributions(ctx.output, ctx.leaves[place], dy, ctx.owners, call.samples)
             derived = call.leaves[place]
             enter(ctx.ledger, derived, call.samples, use, ctx.outer, sole=ctx.sole(derived))
+        ctx.leaves = ctx.output = None
         return None, None, None, None, *gradients
 
 
@@ -178,7 +207,7 @@ def _contributions(output: Tensor, inner: Tensor, dy: Tensor, owners: Tensor, sa
     def of(sample: int) -> Tensor:
         rows = (owners == sample).view(*owners.shape, *[1] * (dy.dim() - owners.dim()))
         (c,) = torch.autograd.grad(output, inner, torch.where(rows, dy, 0), retain_graph=True)
-        return c
+        return c.to(dy.dtype)  # it is no more precise than that
 
     return lambda rows: torch.stack([of(sample) for sample in range(samples)[rows]])
 
@@ -186,5 +215,7 @@ def _contributions(output: Tensor, inner: Tensor, dy: Tensor, owners: Tensor, sa
 def run(call: Call, owners: Tensor, ledger: Ledger, sole: Callable[[Tensor], bool]) -> Tensor:
     """The result of the call."""
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+    if call.name in PRODUCTS:  # what autocast would do to them, done where autograd sees it
+        tensors = [lowered(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
     output: Tensor = Scattered.apply(call, owners, ledger, sole, *tensors)  # type: ignore[no-untyped-call]
     return output

@@ -11,7 +11,7 @@ from autoopt.capture.ledger import Ledger
 from autoopt.moments import Contributions, Prepare, precision
 
 ROLES = ("weight", "bias")
-ROUTABLE = nn.Linear, nn.LayerNorm  # take one row after the other
+ROUTABLE = nn.Linear, nn.LayerNorm, nn.RMSNorm  # take one row after the other
 
 
 class Site:
@@ -119,18 +119,19 @@ class Site:
         """Whether the layer may be given rows of any number, in any order."""
         return isinstance(self.layer, ROUTABLE) and not self.origins
 
-    def route(self, refusal: str = "") -> None:
-        """It is. `refusal`: what to say if the layer cannot be."""
+    def route(self) -> None:
+        """It is."""
         if not self.takes_rows():
-            raise RuntimeError(refusal)
+            raise self.unknown()
         self.routed = True
 
     def unknown(self) -> RuntimeError:
         """What to raise where nobody can tell which sample each row belongs to."""
         return RuntimeError(
             f"which rows of the input of layer '{self.name}' ({self.plain.__name__}) belong to one sample cannot be "
-            "told: they come in any number and order, as to the experts of a mixture, by operations that do not show "
-            "it, or in a checkpoint, where nothing does. Route them by indices or masks and outside of checkpoints, "
+            "told: where one sample changes, so do rows that are not one block of an axis. Rows that are routed, as to "
+            "the experts of a mixture, are followed through indices and masks to Linear, LayerNorm and RMSNorm, "
+            "outside of checkpoints. Route them so, give the model the batch as first axis (batch_first=True), "
             "reshape to (batch, positions, features) before the layer, or leave it to another optimizer through "
             "param_groups."
         )

@@ -55,6 +55,7 @@ class Watch(TorchFunctionMode):
         self.events = 0  # calls with parameters outside of their layers, and layers that had to be told something
         self.layouts = Marks()  # of tensors that hold samples
         self.owners = Marks()  # of tensors whose rows were routed: the sample of each row
+        self.counting = Marks()  # 0, 1, ..., N - 1
         self.made = Marks()  # of tensors computed from parameters alone
         for tensor in inputs:
             places = [a for a in (axis, 1 - axis) if tensor.dim() > a and tensor.shape[a] == self.samples]
@@ -79,11 +80,18 @@ class Watch(TorchFunctionMode):
             again = functools.partial(self._meet, func, name, args, kwargs)
             return self._derive(name, tensors, func(*args, **kwargs), again)
         result = func(*args, **kwargs)
+        if name == "arange" and args in ((self.samples,), (0, self.samples)):
+            self.counting.put(result, True)
+        if name == "__setitem__":
+            self._written(*args)
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
         if sampled:
             found = list(tensors_in((result,)))
-            if found:
+            if found and self._one_of_each(name, args):
+                layouts = [0]
+            elif found:
                 layouts = follow(func, args, kwargs, sampled, found, self.samples)
+            if found:
                 for tensor, layout in zip(found, layouts, strict=True):
                     self.layouts.put(tensor, layout)
                 if LOST in layouts:
@@ -107,34 +115,62 @@ class Watch(TorchFunctionMode):
         return known
 
     def owner(self, tensor: Tensor) -> Tensor | None:
-        """The sample of each row, where rows of the first axis belong to samples."""
-        layout = self.layout(tensor)
-        if layout in (0, FOLDED):
+        """The sample of each row, where that is known."""
+        if self.layouts.get(tensor) in (0, FOLDED):
             rows = torch.arange(tensor.shape[0], device=tensor.device)
             return rows // (tensor.shape[0] // self.samples)
-        return None if layout is None else self.owners.get(tensor)
+        owners: Tensor | None = self.owners.get(tensor)
+        return owners
 
     def routes(self, tensor: Tensor) -> bool:
         """Whether its rows were routed, and are known all the same."""
         return self.owners.get(tensor) is not None
 
+    def _one_of_each(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a part is taken of every sample, one after the other, as x[arange(N), lengths] does."""
+        if name != "__getitem__" or self.layouts.get(args[0]) != 0 or not isinstance(args[1], tuple):
+            return False
+        first, *rest = args[1]
+        vectors = all(not isinstance(part, Tensor) or part.shape in ((), (self.samples,)) for part in rest)
+        return isinstance(first, Tensor) and bool(self.counting.get(first)) and vectors
+
     def _route(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
         """Follow the rows of what a call without parameters gave, where samples are known by their rows alone."""
+
+        def given(place: int, key: str, default: Any = None) -> Any:
+            return kwargs.get(key, args[place] if len(args) > place else default)
+
+        found: list[Tensor | None] = [None] * len(results)
         if name in ("cat", "concat", "concatenate"):
-            parts = list(args[0]) if args else list(kwargs["tensors"])
-            found = [scattered.joined(parts, [self.owner(part) for part in parts], results[0])]
+            found = [scattered.joined([self.owner(part) for part in given(0, "tensors")], given(1, "dim", 0), *results)]
         elif name.rstrip("_") in ("index_add", "index_copy"):
-            _, dim, index, source = (*args, *kwargs.values())[:4]
-            owners = self.owner(source)
-            found = [None if owners is None or dim != 0 else scattered.put_back(index, owners, results[0])]
-        else:
-            given = [(t, o) for t in tensors_in(args[:2]) if (o := self.owner(t)) is not None]
-            first = next(((t, o) for t, o in given if t is args[0] or self.layout(t) == LOST), None)
-            if first is None or (name == "__getitem__" and first[0] is not args[0]):
-                return
-            found = scattered.route(name, (first[0], *args[1:]), kwargs, first[1], results)
+            owners = self.owner(given(3, "source"))
+            if owners is not None and given(1, "dim") == 0:
+                found = [scattered.put_back(given(2, "index"), owners, self.owner(args[0]), len(results[0]))]
+        elif args and isinstance(args[0], Tensor):
+            first = next((t for t in tensors_in(args[:2]) if self.owner(t) is not None), None)
+            if first is args[0] or (first is not None and self.routes(first) and scattered.keeps(name)):
+                owners = self.owner(first)
+                assert owners is not None
+                found = scattered.route(name, (first, *args[1:]), kwargs, owners, results)
         for tensor, owners in zip(results, found, strict=True):
             self.owners.put(tensor, owners)
+
+    def _written(self, target: Tensor, index: Any, value: Any) -> None:
+        """Something was written into a tensor."""
+        if not isinstance(value, Tensor) or self.layout(value) is None:
+            return
+        first = index[0] if isinstance(index, tuple) else index
+        if isinstance(first, Tensor) and first.dtype != torch.bool and first.dim() > 0:  # to rows, in any order
+            owners = self.owner(value)
+            known = None if owners is None else scattered.put_back(index, owners, self.owner(target), len(target))
+            self._lies(target, LOST, known)
+        elif self.layouts.get(target) is None:
+            self.layouts.put(target, 0 if target.shape[0] == self.samples else LOST)
+
+    def _lies(self, tensor: Tensor, layout: int, owners: Tensor | None) -> None:
+        self.layouts.put(tensor, layout)
+        self.owners.put(tensor, owners)
 
     def constant(self, tensor: Tensor) -> bool:
         """Whether the samples have no part in it."""
@@ -151,7 +187,7 @@ class Watch(TorchFunctionMode):
     def layer(self, site: Site, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer that has a rule of its own."""
         tensors = list(tensors_in((*args, *kwargs.values())))
-        if site.routed or (site.takes_rows() and any(map(self.routes, tensors))):
+        if site.routed or any(map(self.routes, tensors)):
             return self._routed_layer(site, *tensors)
         if self.abandoned:
             return run(*args, **kwargs)
@@ -177,17 +213,20 @@ class Watch(TorchFunctionMode):
             result = run(*args, **kwargs)
         return self._note(result, sampled)
 
-    def _routed_layer(self, site: Site, x: Tensor) -> Tensor:
+    def _routed_layer(self, site: Site, x: Tensor, *others: Tensor) -> Tensor:
         """Run a layer that is given rows of any number, in any order."""
         self.needed = True
         self.events += 1
         site.route()  # if it was found to have a layout, that was by chance
-        owners = None if self.abandoned else self.owners.get(x)
+        owners = None if self.abandoned or others else self.owner(x)
         if owners is None:
             raise site.unknown()
         with torch._C.DisableTorchFunction():
             call = Call.of(*scattered.as_call(site.layer, x), {}, self.derived, self.layout, self.samples)
-            return self._by_owners(call, owners)
+            result = self._by_owners(call, owners)
+        if not self.routes(x):  # it takes others, but these lie as ever
+            self._lies(result, self.layouts.get(x), None)
+        return result
 
     def _place(self, site: Site, tensor: Tensor, layout: int) -> None:
         """Tell a layer where its samples are."""
@@ -333,8 +372,10 @@ class Watch(TorchFunctionMode):
         for i in call.derived:
             self._use(call.leaves[i])
         result = scattered.run(call, owners, self.ledger, self.sole)
-        self.layouts.put(result, LOST)
-        self.owners.put(result, owners)
+        dims = max(call.leaves[i].dim() for i in call.layouts)
+        if result.shape[: owners.dim()] != owners.shape or (call.name != "__getitem__" and result.dim() != dims):
+            self._refuse(call)  # rows were broadcast over something else
+        self._lies(result, LOST, owners)
         return result
 
     def _fits(self, known: ruled.Known) -> bool:
