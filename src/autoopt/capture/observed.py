@@ -31,7 +31,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
         if site is None or site.current.resting or not observable() or not site.trains():
             return plain.forward(self, input, *more, **options)
         watch = site.current.watch
-        if not (site.routed or (watch is not None and watch.routes(input))) and site.blank(input):
+        if not (site.routed or (watch is not None and watch.routes.known(input))) and site.blank(input):
             return plain.forward(self, input, *more, **options)
         if more or options:
             raise RuntimeError(

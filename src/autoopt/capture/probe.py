@@ -16,7 +16,7 @@ Where the answer is not plain:
   before have their answer; those after keep the axis that is as long as the batch, with a warning if the other axis of
   the inputs could be the batch as well. Without such an axis it is an error that names the layer.
 - *Rows that are routed* (a mixture of experts), so that their number changes with the data: what a `Watch` sees has to
-  tell (`scattered`), or it is the same error.
+  tell (`routes`), or it is the same error.
 - *Layers that are not reached* are not spoken of: probe again when they are.
 - *A forward pass that raises* when it runs again, inputs without a tensor, a list of samples: no layouts, a warning.
 """

@@ -21,6 +21,7 @@ from autoopt.capture.copies import Copies, Rows
 from autoopt.capture.layout import FOLDED, LOST, carried, follow
 from autoopt.capture.ledger import sources
 from autoopt.capture.marks import Made, Marks, tensors_in
+from autoopt.capture.routes import Routes
 from autoopt.capture.rowwise import Call, Plan, in_front, in_place, make_plan, rows_of
 from autoopt.capture.site import Site
 
@@ -54,8 +55,7 @@ class Watch(TorchFunctionMode):
         self.abandoned = False  # the axis is another one, and nothing depends on it
         self.events = 0  # calls with parameters outside of their layers, and layers that had to be told something
         self.layouts = Marks()  # of tensors that hold samples
-        self.owners = Marks()  # of tensors whose rows were routed: the sample of each row
-        self.counting = Marks()  # 0, 1, ..., N - 1
+        self.routes = Routes(self.layouts, self.samples)  # of rows that lie apart
         self.made = Marks()  # of tensors computed from parameters alone
         for tensor in inputs:
             places = [a for a in (axis, 1 - axis) if tensor.dim() > a and tensor.shape[a] == self.samples]
@@ -80,22 +80,18 @@ class Watch(TorchFunctionMode):
             again = functools.partial(self._meet, func, name, args, kwargs)
             return self._derive(name, tensors, func(*args, **kwargs), again)
         result = func(*args, **kwargs)
-        if name == "arange" and args in ((self.samples,), (0, self.samples)):
-            self.counting.put(result, True)
-        if name == "__setitem__":
-            self._written(*args)
+        self.routes.count(name, args, result)
+        if name == "__setitem__" and isinstance(args[2], Tensor) and self.layout(args[2]) is not None:
+            self.routes.written(*args)
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
-        if sampled:
-            found = list(tensors_in((result,)))
-            if found and self._one_of_each(name, args):
-                layouts = [0]
-            elif found:
-                layouts = follow(func, args, kwargs, sampled, found, self.samples)
-            if found:
-                for tensor, layout in zip(found, layouts, strict=True):
-                    self.layouts.put(tensor, layout)
-                if LOST in layouts:
-                    self._route(name, args, kwargs, found)
+        found = list(tensors_in((result,))) if sampled else []
+        if found:
+            steady = self.routes.one_of_each(name, args)
+            layouts = [0] if steady else follow(func, args, kwargs, sampled, found, self.samples)
+            for tensor, layout in zip(found, layouts, strict=True):
+                self.layouts.put(tensor, layout)
+            if LOST in layouts:
+                self.routes.follow(name, args, kwargs, found)
         return result
 
     # What is known of a tensor.
@@ -114,64 +110,6 @@ class Watch(TorchFunctionMode):
             known = 0 if tensor.dim() and tensor.shape[0] == self.samples else LOST
         return known
 
-    def owner(self, tensor: Tensor) -> Tensor | None:
-        """The sample of each row, where that is known."""
-        if self.layouts.get(tensor) in (0, FOLDED):
-            rows = torch.arange(tensor.shape[0], device=tensor.device)
-            return rows // (tensor.shape[0] // self.samples)
-        owners: Tensor | None = self.owners.get(tensor)
-        return owners
-
-    def routes(self, tensor: Tensor) -> bool:
-        """Whether its rows were routed, and are known all the same."""
-        return self.owners.get(tensor) is not None
-
-    def _one_of_each(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether a part is taken of every sample, one after the other, as x[arange(N), lengths] does."""
-        if name != "__getitem__" or self.layouts.get(args[0]) != 0 or not isinstance(args[1], tuple):
-            return False
-        first, *rest = args[1]
-        vectors = all(not isinstance(part, Tensor) or part.shape in ((), (self.samples,)) for part in rest)
-        return isinstance(first, Tensor) and bool(self.counting.get(first)) and vectors
-
-    def _route(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
-        """Follow the rows of what a call without parameters gave, where samples are known by their rows alone."""
-
-        def given(place: int, key: str, default: Any = None) -> Any:
-            return kwargs.get(key, args[place] if len(args) > place else default)
-
-        found: list[Tensor | None] = [None] * len(results)
-        if name in ("cat", "concat", "concatenate"):
-            found = [scattered.joined([self.owner(part) for part in given(0, "tensors")], given(1, "dim", 0), *results)]
-        elif name.rstrip("_") in ("index_add", "index_copy"):
-            owners = self.owner(given(3, "source"))
-            if owners is not None and given(1, "dim") == 0:
-                found = [scattered.put_back(given(2, "index"), owners, self.owner(args[0]), len(results[0]))]
-        elif args and isinstance(args[0], Tensor):
-            first = next((t for t in tensors_in(args[:2]) if self.owner(t) is not None), None)
-            if first is args[0] or (first is not None and self.routes(first) and scattered.keeps(name)):
-                owners = self.owner(first)
-                assert owners is not None
-                found = scattered.route(name, (first, *args[1:]), kwargs, owners, results)
-        for tensor, owners in zip(results, found, strict=True):
-            self.owners.put(tensor, owners)
-
-    def _written(self, target: Tensor, index: Any, value: Any) -> None:
-        """Something was written into a tensor."""
-        if not isinstance(value, Tensor) or self.layout(value) is None:
-            return
-        first = index[0] if isinstance(index, tuple) else index
-        if isinstance(first, Tensor) and first.dtype != torch.bool and first.dim() > 0:  # to rows, in any order
-            owners = self.owner(value)
-            known = None if owners is None else scattered.put_back(index, owners, self.owner(target), len(target))
-            self._lies(target, LOST, known)
-        elif self.layouts.get(target) is None:
-            self.layouts.put(target, 0 if target.shape[0] == self.samples else LOST)
-
-    def _lies(self, tensor: Tensor, layout: int, owners: Tensor | None) -> None:
-        self.layouts.put(tensor, layout)
-        self.owners.put(tensor, owners)
-
     def constant(self, tensor: Tensor) -> bool:
         """Whether the samples have no part in it."""
         return self.layout(tensor) is None
@@ -187,7 +125,7 @@ class Watch(TorchFunctionMode):
     def layer(self, site: Site, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer that has a rule of its own."""
         tensors = list(tensors_in((*args, *kwargs.values())))
-        if site.routed or any(map(self.routes, tensors)):
+        if site.routed or any(map(self.routes.known, tensors)):
             return self._routed_layer(site, *tensors)
         if self.abandoned:
             return run(*args, **kwargs)
@@ -218,14 +156,14 @@ class Watch(TorchFunctionMode):
         self.needed = True
         self.events += 1
         site.route()  # if it was found to have a layout, that was by chance
-        owners = None if self.abandoned or others else self.owner(x)
+        owners = None if self.abandoned or others else self.routes.owner(x)
         if owners is None:
             raise site.unknown()
         with torch._C.DisableTorchFunction():
             call = Call.of(*scattered.as_call(site.layer, x), {}, self.derived, self.layout, self.samples)
             result = self._by_owners(call, owners)
-        if not self.routes(x):  # it takes others, but these lie as ever
-            self._lies(result, self.layouts.get(x), None)
+        if not self.routes.known(x):  # it takes others, but these lie as ever
+            self.routes.lies(result, self.layouts.get(x))
         return result
 
     def _place(self, site: Site, tensor: Tensor, layout: int) -> None:
@@ -287,11 +225,8 @@ class Watch(TorchFunctionMode):
         """The result of the `whole` model, or of a part: there, what parameters alone gave may be used in any way."""
         if whole and any(map(self.derived, tensors_in((result,)))):
             result = tree_map(self.given, result)
-        self.layouts, self.owners, self.made = (
-            Marks(),
-            Marks(),
-            Marks(),
-        )  # the graph refers to this, and they refer to tensors
+        self.layouts, self.made = Marks(), Marks()  # the graph refers to this, and they refer to tensors
+        self.routes = Routes(self.layouts, self.samples)
         return result
 
     def given(self, value: Any) -> Any:
@@ -360,12 +295,12 @@ class Watch(TorchFunctionMode):
     def _routed(self, call: Call) -> Tensor | None:
         """The sample of each row, if it is rows that were routed that meet parameters."""
         rows = [call.leaves[i] for i, layout in call.layouts.items() if layout == LOST]
-        owners = next((owners for tensor in rows if (owners := self.owners.get(tensor)) is not None), None)
+        owners = next((self.routes.owner(tensor) for tensor in rows if self.routes.known(tensor)), None)
         if owners is None or not scattered.rowwise(call, owners):
             return None
         # what has no gradient, as the places where the rows of an expert end, belongs to no sample
         others = [t for i in call.layouts if (t := call.leaves[i]).is_floating_point()]
-        same = all((other := self.owner(t)) is not None and other.shape == owners.shape for t in others)
+        same = all((other := self.routes.owner(t)) is not None and other.shape == owners.shape for t in others)
         return owners if same else None
 
     def _by_owners(self, call: Call, owners: Tensor) -> Tensor:
@@ -375,7 +310,7 @@ class Watch(TorchFunctionMode):
         dims = max(call.leaves[i].dim() for i in call.layouts)
         if result.shape[: owners.dim()] != owners.shape or (call.name != "__getitem__" and result.dim() != dims):
             self._refuse(call)  # rows were broadcast over something else
-        self._lies(result, LOST, owners)
+        self.routes.lies(result, LOST, owners)
         return result
 
     def _fits(self, known: ruled.Known) -> bool:

@@ -1,0 +1,215 @@
+"""Where rows go that are routed, as to the experts of a mixture.
+
+Each row belongs to one sample, but those of a sample lie apart. So a number is carried along for each row, that of its
+sample: the owners of a tensor, which have as many axes as there are leading ones of the tensor that number rows. Behind
+an operation that is not known to keep rows apart nothing is known any more.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoopt.capture.layout import FOLDED, LOST
+from autoopt.capture.marks import Marks, tensors_in
+from autoopt.capture.rowwise import ELEMENTWISE
+
+Owners = list[Tensor | None]
+"""Of each result; None: not known."""
+
+PRODUCTS = {"linear", "matmul", "mm", "bmm", "__matmul__", "_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
+KEEPING = {  # every row as it is given
+    "relu", "silu", "gelu", "tanh", "sigmoid", "softplus", "leaky_relu", "elu", "mish", "hardswish", "square", "exp",
+    "dropout", "clamp", "neg", "abs", "sqrt", "rsqrt", "log", "sin", "cos", "erf", "gt", "lt", "ge", "le", "eq", "ne",
+    "to", "type_as", "float", "half", "bfloat16", "double", "long", "int", "clone", "contiguous", "detach",
+}  # fmt: skip
+
+
+class Routes:
+    """The owners of the tensors of one forward pass.
+
+    Args:
+        layouts: those that are known.
+        samples: N.
+    """
+
+    def __init__(self, layouts: Marks, samples: int) -> None:
+        self.layouts, self.samples = layouts, samples
+        self._owners, self._counting = Marks(), Marks()
+
+    def owner(self, tensor: Tensor) -> Tensor | None:
+        """The sample of each row, where that is known."""
+        if self.layouts.get(tensor) in (0, FOLDED):
+            rows = torch.arange(tensor.shape[0], device=tensor.device)
+            return rows // (tensor.shape[0] // self.samples)
+        owners: Tensor | None = self._owners.get(tensor)
+        return owners
+
+    def known(self, tensor: Tensor) -> bool:
+        """Whether its rows were routed, and are known all the same."""
+        return self._owners.get(tensor) is not None
+
+    def lies(self, tensor: Tensor, layout: int, owners: Tensor | None = None) -> None:
+        """Note where the samples of a tensor are."""
+        self.layouts.put(tensor, layout)
+        self._owners.put(tensor, owners)
+
+    def count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Note what a call gave, if it is 0, 1, ..., N - 1."""
+        if name == "arange" and args in ((self.samples,), (0, self.samples)):
+            self._counting.put(result, True)
+
+    def one_of_each(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a part is taken of every sample, one after the other, as x[arange(N), lengths] does."""
+        if name != "__getitem__" or self.layouts.get(args[0]) != 0 or not isinstance(args[1], tuple):
+            return False
+        first, *rest = args[1]
+        vectors = all(not isinstance(part, Tensor) or part.shape in ((), (self.samples,)) for part in rest)
+        return isinstance(first, Tensor) and bool(self._counting.get(first)) and vectors
+
+    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+        """Note the owners of what a call without parameters gave, where nothing else tells the samples apart."""
+
+        def given(place: int, key: str, default: Any = None) -> Any:
+            return kwargs.get(key, args[place] if len(args) > place else default)
+
+        found: Owners = [None] * len(results)
+        if name in ("cat", "concat", "concatenate"):
+            found = [joined([self.owner(part) for part in given(0, "tensors")], given(1, "dim", 0), *results)]
+        elif name.rstrip("_") in ("index_add", "index_copy"):
+            owners = self.owner(given(3, "source"))
+            if owners is not None and given(1, "dim") == 0:
+                found = [put_back(given(2, "index"), owners, self.owner(args[0]), len(results[0]))]
+        elif args and isinstance(args[0], Tensor):
+            first = next((t for t in tensors_in(args[:2]) if self.owner(t) is not None), None)
+            if first is args[0] or (first is not None and self.known(first) and keeps(name)):
+                owners = self.owner(first)
+                assert owners is not None
+                found = route(name, (first, *args[1:]), kwargs, owners, results)
+        for tensor, owners in zip(results, found, strict=True):
+            self._owners.put(tensor, owners)
+
+    def written(self, target: Tensor, index: Any, value: Tensor) -> None:
+        """Samples were written into a tensor."""
+        first = index[0] if isinstance(index, tuple) else index
+        if isinstance(first, Tensor) and first.dtype != torch.bool and first.dim() > 0:  # to rows, in any order
+            owners = self.owner(value)
+            known = None if owners is None else put_back(index, owners, self.owner(target), len(target))
+            self.lies(target, LOST, known)
+        elif self.layouts.get(target) is None:
+            self.layouts.put(target, 0 if target.shape[0] == self.samples else LOST)
+
+
+def elementwise(name: str) -> bool:
+    """Of functions, methods, and what operators call: mul, mul_, __rmul__, __imul__."""
+    plain = name.strip("_")
+    return any(one in ELEMENTWISE for one in (plain, plain.removeprefix("r"), plain.removeprefix("i")))
+
+
+def keeps(name: str) -> bool:
+    """Whether a call by that name gives every row as it was given one, whatever else it takes."""
+    return name.strip("_") in KEEPING or elementwise(name)
+
+
+def route(name: str, args: Sequence[Any], kwargs: dict[str, Any], owners: Tensor, results: Sequence[Tensor]) -> Owners:
+    """The owners of what a call made of its first argument, whose owners are given, and of others."""
+    found = _routed(name, args, kwargs, owners, results)
+    if len(found) != len(results):
+        return [None] * len(results)
+    return [o if o is not None and r.shape[: o.dim()] == o.shape else None for o, r in zip(found, results, strict=True)]
+
+
+def _routed(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], owners: Tensor, results: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    x: Tensor = args[0]
+
+    def given(place: int, key: str, default: Any = None) -> Any:
+        return kwargs.get(key, args[place] if len(args) > place else default)
+
+    def within(dim: Any) -> bool:
+        """Whether an axis is none of those that number rows."""
+        return type(dim) is int and dim % x.dim() >= owners.dim()
+
+    match name:
+        case "__getitem__":
+            return [_indexed(args[1], owners, x.dim())]
+        case "index_select" if type(given(1, "dim")) is int:
+            dim = given(1, "dim") % x.dim()
+            return [owners if within(dim) else owners.index_select(dim, given(2, "index"))]
+        case "sort" | "argsort" if x.dim() == 1:
+            return [owners[results[-1]]] * len(results)
+        case "flip" if given(1, "dims") in (0, (0,), [0]):
+            return [owners.flip(0)]
+        case "roll" if given(2, "dims") in (0, (0,), [0]):
+            return [owners.roll(given(1, "shifts"), 0)]
+        case "split" | "chunk" | "tensor_split" if len(args) > 1:
+            return [owners] * len(results) if within(given(2, "dim", 0)) else getattr(owners, name)(args[1])
+        case "softmax" | "log_softmax" | "sum" | "mean" | "amax" | "topk":
+            return [owners] * len(results) if within(given(2 if name == "topk" else 1, "dim")) else []
+        case "repeat_interleave" if given(2, "dim") == 0:
+            return [owners.repeat_interleave(given(1, "repeats"))]
+        case "repeat":
+            times = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            return [owners.repeat(times[: owners.dim()])] if len(times) == x.dim() else []
+        case "squeeze" | "unsqueeze" if type(given(1, "dim")) is int:
+            at = given(1, "dim") % (x.dim() + (name == "unsqueeze"))
+            return [getattr(owners, name)(at) if at < owners.dim() else owners]
+        case "view" | "reshape" | "flatten" | "unflatten":
+            return [_reshaped(owners, x.shape, results[0].shape)]
+    return [owners] if keeps(name) or name in PRODUCTS else []
+
+
+def _indexed(index: Any, owners: Tensor, dims: int) -> Tensor | None:
+    """The owners of a part of a tensor of so many dimensions."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if parts[0] is None:
+        within = _indexed(parts[1:], owners, dims) if len(parts) > 1 else owners
+        return None if within is None else within.unsqueeze(0)
+    if parts[0] is Ellipsis:
+        after = [part for part in parts[1:] if part is not None]
+        return owners if len(after) <= dims - owners.dim() and not any(map(_masks, after)) else None
+    if any(isinstance(part, list) or (isinstance(part, Tensor) and part.dim() > 1) for part in parts[1:]):
+        return None
+    first = parts[0]
+    if _masks(first):
+        owners = owners.view(*owners.shape, *[1] * max(0, first.dim() - owners.dim()))
+        return owners.expand(first.shape)[first] if owners.dim() == first.dim() else None
+    rows = parts[: owners.dim()]
+    if any(part is None or part is Ellipsis or _masks(part) for part in rows):
+        return None
+    found: Tensor = owners[rows]
+    return found if found.dim() else None
+
+
+def _masks(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.bool
+
+
+def _reshaped(owners: Tensor, before: torch.Size, after: torch.Size) -> Tensor | None:
+    """Where the rows stay whole."""
+    of_one = math.prod(before[owners.dim() :])
+    for axes in range(1, len(after) + 1):
+        if math.prod(after[:axes]) == owners.numel() and math.prod(after[axes:]) == of_one:
+            return owners.reshape(after[:axes])
+    return None
+
+
+def joined(owners: Owners, dim: int, result: Tensor) -> Tensor | None:
+    """The owners of what `torch.cat` made of tensors that have these."""
+    known = [one for one in owners if one is not None]
+    if len(known) < len(owners) or any(one.dim() != known[0].dim() for one in known):
+        return None
+    if dim % result.dim() >= known[0].dim():
+        return known[0]
+    return torch.cat(known) if dim % result.dim() == 0 else None
+
+
+def put_back(index: Any, owners: Tensor, before: Tensor | None, rows: int) -> Tensor | None:
+    """The owners of a tensor to some rows of which others were written; nobody's, -1, if it had none `before`."""
+    if not isinstance(index, Tensor) or index.dim() != 1 or owners.dim() != 1 or len(index) != len(owners):
+        return None
+    before = owners.new_full((rows,), -1) if before is None else before
+    return before.index_copy(0, index, owners) if before.dim() == 1 else None
