@@ -42,7 +42,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
         if watch is not None:
             return watch.layer(site, functools.partial(_run, self), input)
         if site.routed:
-            raise site.unknown()
+            raise site.unknown(input)
         return _run_eagerly(self, input) if torch.compiler.is_compiling() and site.eager else _run(self, input)
 
     def forward_composite(self: nn.Module, *args: Any, **options: Any) -> Any:

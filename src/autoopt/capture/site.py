@@ -120,20 +120,21 @@ class Site:
         return isinstance(self.layer, ROUTABLE) and not self.origins
 
     def route(self) -> None:
-        """It is."""
+        """Know that it is given such rows."""
         if not self.takes_rows():
             raise self.unknown()
         self.routed = True
 
-    def unknown(self) -> RuntimeError:
-        """What to raise where nobody can tell which sample each row belongs to."""
+    def unknown(self, x: Tensor | None = None) -> RuntimeError:
+        """What to raise where nobody can tell which sample each row of the input belongs to."""
+        shape = "" if x is None else f" (its shape is {tuple(x.shape)})"
         return RuntimeError(
             f"which rows of the input of layer '{self.name}' ({self.plain.__name__}) belong to one sample cannot be "
-            "told: where one sample changes, so do rows that are not one block of an axis. Rows that are routed, as to "
-            "the experts of a mixture, are followed through indices and masks to Linear, LayerNorm and RMSNorm, "
-            "outside of checkpoints. Route them so, give the model the batch as first axis (batch_first=True), "
-            "reshape to (batch, positions, features) before the layer, or leave it to another optimizer through "
-            "param_groups."
+            f"told{shape}: where one sample changes, so do rows that are not one block of an axis. Rows that are "
+            "routed, as to the experts of a mixture, are followed through indices and masks to Linear, LayerNorm and "
+            "RMSNorm, outside of checkpoints. Route them so, give the model the batch as first axis "
+            "(batch_first=True), reshape to (batch, positions, features) before the layer, or leave it to another "
+            "optimizer through param_groups."
         )
 
     def grouped(self, x: Tensor) -> Tensor:

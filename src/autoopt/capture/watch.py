@@ -158,7 +158,7 @@ class Watch(TorchFunctionMode):
         site.route()  # if it was found to have a layout, that was by chance
         owners = None if self.abandoned or others else self.routes.owner(x)
         if owners is None:
-            raise site.unknown()
+            raise site.unknown(x)
         with torch._C.DisableTorchFunction():
             call = Call.of(*scattered.as_call(site.layer, x), {}, self.derived, self.layout, self.samples)
             result = self._by_owners(call, owners)
