@@ -5,6 +5,7 @@ sample: the owners of a tensor, which have as many axes as there are leading one
 an operation that is not known to keep rows apart nothing is known any more.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -72,9 +73,7 @@ class Routes:
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
         """Note the owners of what a call without parameters gave, where nothing else tells the samples apart."""
 
-        def given(place: int, key: str, default: Any = None) -> Any:
-            return kwargs.get(key, args[place] if len(args) > place else default)
-
+        given = functools.partial(_argument, args, kwargs)
         found: Owners = [None] * len(results)
         if name in ("cat", "concat", "concatenate"):
             found = [joined([self.owner(part) for part in given(0, "tensors")], given(1, "dim", 0), *results)]
@@ -83,11 +82,11 @@ class Routes:
             if owners is not None and given(1, "dim") == 0:
                 found = [put_back(given(2, "index"), owners, self.owner(args[0]), len(results[0]))]
         elif args and isinstance(args[0], Tensor):
-            first = next((t for t in tensors_in(args[:2]) if self.owner(t) is not None), None)
-            if first is args[0] or (first is not None and self.known(first) and keeps(name)):
-                owners = self.owner(first)
-                assert owners is not None
-                found = route(name, (first, *args[1:]), kwargs, owners, results)
+            for tensor in tensors_in(args[:2]):
+                owners = self.owner(tensor) if tensor is args[0] or (self.known(tensor) and keeps(name)) else None
+                if owners is not None:
+                    found = route(name, (tensor, *args[1:]), kwargs, owners, results)
+                    break
         for tensor, owners in zip(results, found, strict=True):
             self._owners.put(tensor, owners)
 
@@ -100,6 +99,11 @@ class Routes:
             self.lies(target, LOST, known)
         elif self.layouts.get(target) is None:
             self.layouts.put(target, 0 if target.shape[0] == self.samples else LOST)
+
+
+def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, key: str, default: Any = None) -> Any:
+    """An argument of a call, by its place or its name."""
+    return kwargs.get(key, args[place] if len(args) > place else default)
 
 
 def elementwise(name: str) -> bool:
@@ -126,8 +130,7 @@ def _routed(
 ) -> Sequence[Tensor | None]:
     x: Tensor = args[0]
 
-    def given(place: int, key: str, default: Any = None) -> Any:
-        return kwargs.get(key, args[place] if len(args) > place else default)
+    given = functools.partial(_argument, args, kwargs)
 
     def within(dim: Any) -> bool:
         """Whether an axis is none of those that number rows."""
