@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoopt import AutoSGD
 from contract.small import assert_same, backward, batches, every_optimizer, mlp, moved, snapshot, train, weights
 
 
@@ -118,6 +119,12 @@ def fill_with_zeros(model: nn.Module, optimizer: Any) -> None:
             parameter.grad.zero_()
 
 
+def by_old_custom(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
 @every_optimizer
 @pytest.mark.parametrize(
     "zero",
@@ -126,8 +133,9 @@ def fill_with_zeros(model: nn.Module, optimizer: Any) -> None:
         lambda model, optimizer: model.zero_grad(set_to_none=True),
         lambda model, optimizer: model.zero_grad(set_to_none=False),
         fill_with_zeros,
+        by_old_custom,
     ],
-    ids=["optimizer-to-zero", "model", "model-to-zero", "by-hand"],
+    ids=["optimizer-to-zero", "model", "model-to-zero", "by-hand", "by-old-custom"],
 )
 @pytest.mark.parametrize("late", [False, True], ids=["before-forward", "before-backward"])
 def test_every_way_to_zero_the_gradients(make: Any, zero: Callable[[nn.Module, Any], None], late: bool) -> None:
@@ -142,6 +150,38 @@ def test_every_way_to_zero_the_gradients(make: Any, zero: Callable[[nn.Module, A
             zero(model, optimizer)
         loss.backward()
         optimizer.step()
+    assert_same(snapshot(model, optimizer), snapshot(clean, clean_optimizer))
+
+
+@every_optimizer
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"spread": "passes"}], ids=str)
+def test_gradients_that_nobody_clears_are_an_error(make: Any, options: dict[str, Any]) -> None:
+    """They would grow from step to step, and the statistics, which are of the last batch, would not."""
+    model = mlp()
+    optimizer = make(model, **options)
+    first, second = batches(2)
+    backward(model, first)
+    optimizer.step()
+    before = snapshot(model, optimizer)
+    backward(model, second)
+    with pytest.raises(RuntimeError, match=r"gradient of parameter '3\.\w+' was not cleared since the last step"):
+        optimizer.step()
+    assert_same(snapshot(model, optimizer), before)
+    optimizer.zero_grad()
+    start = weights(model)
+    backward(model, second)
+    optimizer.step()
+    assert moved(model, start) == set(start)
+
+
+def test_gradients_that_a_later_zero_grad_clears_are_none() -> None:
+    """The discriminator of a GAN: what the generator's pass adds to its gradients is thrown away."""
+    clean, model = mlp(), mlp()
+    clean_optimizer, optimizer = AutoSGD(clean), AutoSGD(model)
+    for batch in batches(3):
+        train(clean, clean_optimizer, [batch])
+        train(model, optimizer, [batch])
+        backward(model, batches(4)[3])  # on top of what the step has left
     assert_same(snapshot(model, optimizer), snapshot(clean, clean_optimizer))
 
 

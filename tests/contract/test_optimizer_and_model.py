@@ -24,6 +24,7 @@ def test_second_optimizer_takes_over(make: Any) -> None:
     first = make(model)
     train(model, first, batches(1))
     second = AutoSGD(model)
+    second.zero_grad()
     before = weights(model)
     backward(model, batches(1)[0])
     with pytest.raises(RuntimeError, match="another optimizer"):

@@ -359,15 +359,15 @@ def test_a_step_that_reads_the_device_says_so_and_leaves_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda step: lambda *a: (step(*a), step(*a)), "called it 2 times"),
-        (lambda _: lambda x, y: None, "called it 0 times"),
+        (lambda step, optimizer: lambda *a: (step(*a), optimizer.zero_grad(), step(*a)), "called it 2 times"),
+        (lambda _, optimizer: lambda x, y: None, "called it 0 times"),
     ],
     ids=["two steps", "no step"],
 )
 def test_refuses_what_is_no_training_step(change: Any, words: str) -> None:
     _, optimizer, step = made()
     with pytest.raises(RuntimeError, match=words):
-        autoopt.recorded(change(step), optimizer)(*batches(1)[0])
+        autoopt.recorded(change(step, optimizer), optimizer)(*batches(1)[0])
 
 
 def test_refuses_the_step_of_the_optimizer_alone() -> None:

@@ -4,7 +4,9 @@ Asked once for each parameter, at the end of the first backward pass that enters
 as in a user's own autograd.Function, would else be missing from the statistics without a word.
 """
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from autoopt.moments import Contributions, wide
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+MATTERS = 0.01  # of what the samples add through a layer; what reaches its parameter besides, and is less, is let be
+NOTHING = 1e-3  # of what they add to that parameter which they add most to: what is less may be nothing but rounding
 
 
 class Audit:
@@ -35,13 +39,12 @@ class Audit:
     ) -> None:
         """Compare what was entered with what was added to the gradients, and read the answer, once for all."""
         asked = [name for name in uses if name in self._before and _comparable(parameters[name])]
-        fits = [_fits(uses[name], samples, parameters[name], self._before[name]) for name in asked]
+        found = [_difference(uses[name], samples, parameters[name], self._before[name]) for name in asked]
         self.done |= uses.keys()
         self._before = {}
-        if not fits:
+        if not found:
             return
-        wrong = [name for name, fit in zip(asked, torch.stack(fits).tolist(), strict=True) if not fit]
-        if wrong:
+        if wrong := _wrong(asked, *(_together(numbers) for numbers in zip(*found, strict=True))):
             self.done -= set(wrong)
             raise RuntimeError(
                 f"parameter '{wrong[0]}' has a gradient that is not the sum of what the samples add to it: some use of "
@@ -51,12 +54,87 @@ class Audit:
             )
 
 
+class Besides:
+    """Whether something else than its layer added to a parameter, or changed its gradient.
+
+    Its length is compared, and its part along the parameter, where a penalty acts: so no gradient is copied. A penalty
+    in the loss is ordinary, and has no noise, so that the statistics are nearly right: this warns.
+    """
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+        self._expected: dict[str, tuple[Tensor, float]] = {}  # and how far off they may be, as a part of Σ_i |c_i|
+        self._graph = -1  # the pass that this is of, by autograd's number
+
+    def note(self, name: str, parameter: nn.Parameter, gradient: Tensor, graph: int) -> None:
+        """A layer is about to add this to the gradient of its parameter, in the pass of that number."""
+        if graph != self._graph:  # the one before it may not have come to its end
+            self._graph, self._expected = graph, {}
+        expected = _lengths(gradient, parameter)
+        if parameter.grad is not None:
+            expected += _lengths(parameter.grad, parameter)
+            expected[0] = torch.nan  # lengths do not add up, and NaN is not far from anything
+        self._expected[name] = expected, max(MATTERS, TOLERANCE[gradient.dtype])
+
+    def check(
+        self, squares: Mapping[str, Tensor], samples: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """At the end of the pass, by Σ_i c_i² and N of each parameter: compare, and read the answer, once for all.
+
+        The root of N Σ_i |c_i|² is at least Σ_i |c_i|, by which rounding is to be measured: the c_i may cancel.
+        """
+        there = [name for name in self._expected if name in squares and parameters[name].grad is not None]
+        asked = {name: self._expected[name] for name in there}
+        self.done |= self._expected.keys()
+        self._expected = {}
+        if not asked:
+            return
+        sizes = _together((squares[name].sum() * samples[name]).sqrt() for name in asked)
+        off = _together(_off(parameters[name], *noted) for name, noted in asked.items())
+        if wrong := _wrong(asked, off, sizes):
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            warnings.warn(
+                f"the gradient of parameter '{wrong[0]}'{more} is not what the samples add to it through its layer. "
+                "Is there a penalty on the weights in the loss, a hook that changes the gradient, or a use of the "
+                "parameter outside of its layer? The noise is measured in the layer alone, without that. For a penalty "
+                "of |w|² give the optimizer weight_decay= instead.",
+                stacklevel=2,
+            )
+
+
+def _lengths(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """That of a gradient, and of its part along the parameter."""
+    g, w = wide(gradient).flatten(), wide(parameter.detach()).flatten()
+    return torch.stack([g.norm(), g.to(w.dtype).dot(w) / w.norm()])
+
+
+def _off(parameter: nn.Parameter, expected: Tensor, slack: float) -> Tensor:
+    """How far the gradient is from what was expected, over how far it may be. NaN is not far."""
+    assert parameter.grad is not None
+    return (_lengths(parameter.grad, parameter) - expected).abs().nan_to_num(0.0, 0.0).max() / slack
+
+
+def _together(numbers: Iterable[Tensor]) -> Tensor:
+    """Numbers that may lie on several devices."""
+    listed = list(numbers)
+    return torch.stack([number.to(listed[0].device) for number in listed])
+
+
+def _wrong(names: Iterable[str], off: Tensor, sizes: Tensor) -> list[str]:
+    """Those that are off by more than the size of what the samples add. This reads the device."""
+    far = off > sizes.maximum(NOTHING * sizes.max())
+    return [name for name, is_far in zip(names, far.tolist(), strict=True) if is_far]
+
+
 def _comparable(parameter: nn.Parameter) -> bool:
     """Whether its gradient is what autograd made it."""
     return parameter.grad is not None and not parameter._backward_hooks
 
 
-def _fits(uses: Sequence[Contributions], samples: int, parameter: nn.Parameter, before: Tensor | None) -> Tensor:
+def _difference(
+    uses: Sequence[Contributions], samples: int, parameter: nn.Parameter, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """How far what was added to a gradient is from the sum of the contributions, over rounding, and their size."""
     assert parameter.grad is not None
     added = wide(parameter.grad if before is None else parameter.grad - before)
     total, size = torch.zeros_like(added), torch.zeros((), dtype=added.dtype, device=added.device)
@@ -64,7 +142,6 @@ def _fits(uses: Sequence[Contributions], samples: int, parameter: nn.Parameter, 
     for i in range(samples):
         parts = [use(slice(i, i + 1)) for use in uses]
         rounding = max(TOLERANCE[part.dtype] for part in parts)
-        c = sum((wide(part)[0] for part in parts), torch.zeros_like(added))
-        total, size = total + c, size + c.norm()
-    fits: Tensor = (total - added).norm() <= rounding * torch.maximum(size, added.norm())
-    return fits
+        for part in parts:  # which may cancel: rounding goes by the size of each
+            total, size = total + wide(part)[0], size + wide(part).norm()
+    return (total - added).norm() / rounding, torch.maximum(size, added.norm())

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoopt.capture.aside import recording
 from autoopt.capture.distributed import active_group
 
 NOT_SAMPLES = (
@@ -59,6 +60,8 @@ class Pass:
     gathered: int = 0  # samples of all passes since the statistics were cleared
     group: "dist.ProcessGroup | None" = None  # the ranks that share the batch
     withheld: set[str] = field(default_factory=set)  # parameters whose gradients FSDP keeps until it may reduce them
+    left: tuple[str, Tensor] | None = None  # a parameter that had a gradient before the first pass, and if not of zeros
+    clears: bool = False  # whether gradients were seen to be cleared by zeros
     watch: Any = None  # the Watch that looks at the forward pass under way, if one does
     entrance: Any = None  # the Entrance that says where the samples lie in the layers' inputs
 
@@ -104,6 +107,24 @@ class Pass:
                 f"{NOT_SAMPLES}"
             )
         return graph
+
+    def leave(self, name: str, gradient: Tensor) -> None:
+        """A parameter has a gradient of which nothing is known: zeros, or what was there at the last step."""
+        if self.left is None and not self.clears:
+            self.left = name, gradient.any()
+
+    def refuse_left(self) -> None:
+        """See, once, that gradients are cleared between two steps. This reads the device, where they are not None."""
+        if torch.compiler.is_compiling() or self.left is None or recording(self.left[1].device):
+            return
+        name, filled = self.left
+        if filled.item():
+            raise RuntimeError(
+                f"the gradient of parameter '{name}' was not cleared since the last step(): it holds what earlier "
+                "batches added, which are not among the samples that were measured since. Call zero_grad() before the "
+                "backward pass."
+            )
+        self.clears = True
 
     def _begin(self, graph: int, name: str, samples: int) -> None:
         self.unfinished = True

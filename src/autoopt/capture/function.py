@@ -76,6 +76,10 @@ class Observe(torch.autograd.Function):
             site.book("bias", contributions.__getitem__, rows, ctx)
         elif needs_bias or observes_bias:
             db, b2 = bias_moments(operation, dy, ctx.some, site.total)
+        if counts:
+            for role, gradient, square in (("weight", dw, w2), ("bias", db, b2)):
+                if gradient is not None and square is not None and site.compares(role) and site.adds_to(role):
+                    site.note(role, gradient)
         samples = uses = None
         if w2 is not None or b2 is not None:
             if compiled:

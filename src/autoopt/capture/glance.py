@@ -67,6 +67,8 @@ class Glance:
             return
         for role in roles:
             site.ledger.open(site.names[role], self.samples, graph)
+            if site.compares(role):
+                site.note(role, self._gradient(role, dy, kept))
         if recording(dy.device):
             site.ledger.aside.do(lambda: self._look(roles, *self._seen(roles, dy, kept)), dy, *kept)
             return
@@ -77,6 +79,10 @@ class Glance:
             site.ledger.later(functools.partial(self._look, roles, dy, kept))
         else:
             self._look(roles, dy, kept)
+
+    def _gradient(self, role: str, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        operation = self.operation
+        return operation.weight_gradient(dy, kept) if role == "weight" else operation.bias_contributions(dy).sum(0)
 
     def _seen(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Of the samples that are looked at."""

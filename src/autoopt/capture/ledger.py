@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture import sharded
 from autoopt.capture.aside import Aside
-from autoopt.capture.audit import Audit
+from autoopt.capture.audit import Audit, Besides
 from autoopt.capture.current import Pass, executes
 from autoopt.capture.sampled import Few, Sampler, squared
 from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
@@ -37,7 +38,7 @@ class Ledger:
         self.gathered: dict[str, nn.Parameter] = {}  # what stands for a sharded parameter while its module runs
         self.squares: dict[str, Tensor] = {}  # Σ_i c_i² since the last clear, elementwise or in total
         self.samples: dict[str, Tensor | int] = {}  # N behind it, on the device where compiled passes were counted
-        self.audit, self.aside = Audit(), Aside()
+        self.audit, self.besides, self.aside = Audit(), Besides(), Aside()
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
@@ -88,8 +89,6 @@ class Ledger:
             self._graph = graph
             self._drop()
         self._alone(name, graph)
-        if self.fresh(name):
-            self.drop(name)
         self._rows = samples
 
     def add_few(self, name: str, c: Tensor, share: float) -> None:
@@ -190,9 +189,16 @@ class Ledger:
             self._graph = graph
             self._drop()
         self.audit.open(name, self.parameters[name])
-        if self.fresh(name) and name not in self._uses:  # left from a pass that no step followed
-            self.drop(name)
+        if name not in self._uses:
+            self.begin(name)
         return graph
+
+    def begin(self, name: str) -> None:
+        """A pass is about to add to a parameter's gradient: see whether that and the statistics begin together."""
+        if self.fresh(name):  # what is known is left from a pass that no step followed
+            self.drop(name)
+        elif name not in self.squares and (gradient := self.parameters[name].grad) is not None:
+            self.current.leave(name, sharded.local(gradient))
 
     def drop(self, name: str) -> None:
         """Forget the second moment of a parameter."""

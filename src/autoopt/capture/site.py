@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture.aside import recording
 from autoopt.capture.current import Pass
 from autoopt.capture.ledger import Ledger
 from autoopt.moments import Contributions, Prepare, precision
@@ -222,7 +223,20 @@ class Site:
             self.clear()  # left over from a backward pass that no step followed
             for role in self.shadows:
                 self.ledger.drop(self.names[role])
+        else:
+            for role in self.shadows:
+                if self.adds_to(role):
+                    self.ledger.begin(self.names[role])
         return graph
+
+    def compares(self, role: str) -> bool:
+        """Whether what the layer adds to the parameter of this role is to be held against its gradient."""
+        besides, name = self.ledger.besides, self.names[role]
+        return name not in besides.done and self.current.group is None and not recording(self.parameter(role).device)
+
+    def note(self, role: str, gradient: Tensor) -> None:
+        """The layer is about to add this."""
+        self.ledger.besides.note(self.names[role], self.parameter(role), gradient, self._entered)
 
     def books(self, role: str, fold: int) -> bool:
         """Whether what is said of this role goes through the ledger."""

@@ -62,9 +62,12 @@ class Spread(Source):
         """The gradient of one backward pass, before it is added to those before it."""
         if self.current.resting:
             return
-        if self._parameters[name].grad is None:  # what is known is left over from a pass that no step followed
+        before = self._parameters[name].grad
+        if before is None:  # what is known is left over from a pass that no step followed
             self.squares.pop(name, None)
             self.passes.pop(name, None)
+        elif name not in self.squares:
+            self.current.leave(name, before)
         if self._blind() or gradient.is_sparse:
             return
         self.current.due()

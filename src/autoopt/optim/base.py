@@ -235,6 +235,7 @@ class AutoOptimizer(Optimizer, ABC):
             )
         if source.current.unfinished:
             raise RuntimeError("the last backward pass did not come to its end: call zero_grad() before the next one.")
+        source.current.refuse_left()
         for group in self.param_groups:
             number("lr", group["lr"], low=0.0)  # a scheduler may have set it
         if not self._now.measured:  # else the number of samples matters no more, and a compiled step need not know it
