@@ -45,6 +45,7 @@ class Capture(Source):
         self.bare = Bare(model, self.ledger, self.sites)
         self.current.entrance = Entrance(model, self.sites, self.current)
         self.bare.axis_of = self.current.entrance.axis
+        self.current.entrance.under = self.bare.run
         self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
         self._compiled = Compiled()
         self._modules: list[Any] = []  # those that fully_shard was applied to
@@ -104,6 +105,10 @@ class Capture(Source):
             self._handles = sharded.follow(self.model, self._modules, self.ledger)
 
     def _site(self, holder: Holder) -> Site:
+        known = self.sites.get(holder.path)
+        if known is not None and known.layer is not holder.layer:  # another layer was put in its place
+            _leave(self.sites.pop(holder.path))
+            self.current.entrance.forget(holder.path)
         if holder.path not in self.sites:
             layer, rule = holder.layer, rule_of(holder)
             assert rule is not None
@@ -172,8 +177,13 @@ class Capture(Source):
         for handle in self._handles:
             handle.remove()
         for site in self.sites.values():
-            if site.layer.__dict__.get(SITE) is site:
-                if type(site.layer) is observed(site.plain):  # else another class was put on top: it runs plain now
-                    site.layer.__class__ = site.plain
-                del site.layer.__dict__[SITE]
+            _leave(site)
         self.current.entrance.detach()
+
+
+def _leave(site: Site) -> None:
+    """Give a layer that still reports to this site its own class back."""
+    if site.layer.__dict__.get(SITE) is site:
+        if type(site.layer) is observed(site.plain):  # else another class was put on top: it runs plain now
+            site.layer.__class__ = site.plain
+        del site.layer.__dict__[SITE]

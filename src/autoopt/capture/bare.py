@@ -1,12 +1,13 @@
 """Parameters that no layer rule covers: class tokens, position embeddings, layer scales, a user's own F.linear.
 
 The modules that hold them, and the model itself, run under a `Watch`. Their classes are swapped as those of the covered
-layers are. A model without such parameters is watched once, to see whether its layers have to be (a layer that sees
-the same for all samples, as position embeddings do; a parameter that is used outside of its layer; samples that are not
-on the first axis). A compiled model runs what has to be watched between its graphs.
+layers are. Of a model without such parameters every kind of pass is watched once, at the outermost module that is
+called, to see whether its layers have to be (a layer that sees the same for all samples, as position embeddings do; a
+parameter that is used outside of its layer; samples that are not on the first axis). A compiled model runs what has to
+be watched between its graphs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Bare:
         self.names: dict[nn.Module, str] = {}  # of the watched modules
         self.holding: set[nn.Module] = set()  # those of them that hold parameters without a rule
         self.everywhere = False  # the whole model has to be watched
-        self._looked = False  # it was watched once
+        self._looked: set[Any] = set()  # kinds of passes that were watched once
         self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
         self.placed: set[Site] = set()  # layers that were told where their samples are
@@ -98,11 +99,16 @@ class Bare:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass of a watched module."""
-        current, whole = self.ledger.current, module is self.root
-        if current.watch is not None or (self._looked and not self.everywhere):
+        current = self.ledger.current
+        if current.watch is not None:
             return forward(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        watch = Watch(self, tensors, self.names[module], self.axis_of(module))
+        leaves = tree_leaves((args, kwargs))
+        kind = self._kind(module, leaves, kwargs)
+        if kind in self._looked and not self.everywhere:
+            return forward(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        name = self.names.get(module) or type(module).__name__
+        watch = Watch(self, tensors, name, self.axis_of(module))
         if watch.samples == 0:
             if any(tensor.numel() == 0 for tensor in tensors):
                 current.empty()
@@ -114,9 +120,15 @@ class Bare:
                 result = forward(*args, **kwargs)
         finally:
             current.watch = None
-        self._looked |= whole
+        self._looked.add(kind)
         self.everywhere |= watch.needed or bool(watch.uses)
-        return watch.close(result, whole=whole)
+        return watch.close(result, whole=module is self.root)
+
+    def _kind(self, module: nn.Module, leaves: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What tells passes apart that may use parameters in other ways: flags, modes, what is frozen."""
+        given = tuple(leaf if leaf is None or isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
+        frozen = tuple(parameter.requires_grad for parameter in self.ledger.parameters.values())
+        return module, module.training, *kwargs, given, frozen
 
     def alone(self) -> Callable[[], bool]:
         """Whether the forward pass that begins is the only one before the next backward pass; asked in that one."""

@@ -53,6 +53,7 @@ class Pass:
     queued: int = -1  # the pass at whose end `ended` is already due
     count: int = 0  # passes that came to their end
     unfinished: bool = False  # it began and has not ended: an error on the way
+    failed: bool = False  # one before it did not end, and its gradients were not cleared
     resting: bool = False  # nothing is observed until the next step, which does without
     blank: bool = False  # an empty batch passed, whose gradients of zero come without statistics
     samples: int = 0
@@ -102,11 +103,20 @@ class Pass:
         if graph != self.graph:
             self._begin(graph, name, samples)
         if samples != self.samples:
-            raise RuntimeError(
-                f"layer '{name}' got {samples} rows where '{self.first}' got {self.samples} in the same backward pass, "
-                f"{NOT_SAMPLES}"
-            )
+            raise RuntimeError(self._unequal(name, samples))
         return graph
+
+    def _unequal(self, name: str, samples: int) -> str:
+        if name == self.first:
+            return (
+                f"layer '{name}' got {self.samples} rows in one forward pass and {samples} in another, and one "
+                "backward pass goes through both, so that it is not clear which rows belong to one sample. Call the "
+                "model once, with torch.cat of both batches, or call backward() for each."
+            )
+        return (
+            f"layer '{name}' got {samples} rows where '{self.first}' got {self.samples} in the same backward pass, "
+            f"{NOT_SAMPLES}"
+        )
 
     def leave(self, name: str, gradient: Tensor) -> None:
         """A parameter has a gradient of which nothing is known: zeros, or what was there at the last step."""
@@ -127,6 +137,7 @@ class Pass:
         self.clears = True
 
     def _begin(self, graph: int, name: str, samples: int) -> None:
+        self.failed |= self.unfinished
         self.unfinished = True
         self._refuse_nested(graph)
         self.graph, self.samples, self.first = graph, samples, name

@@ -44,6 +44,7 @@ class Entrance:
     def __init__(self, model: nn.Module, sites: Mapping[str, Site], current: Pass) -> None:
         self.model, self.sites, self.current = model, sites, current
         self.agree: Callable[[bool], bool] | None = None  # whether any rank says so, where ranks must run alike
+        self.under: Callable[..., Any] | None = None  # what runs the forward pass of an outermost module
         self.modules: list[nn.Module] = []
         self.known: set[str] = set()  # paths of the layers that a probe reached
         self.samples: int | None = None  # N of the forward pass that entered last
@@ -94,6 +95,11 @@ class Entrance:
         self.note(module, args, kwargs)
         return True
 
+    def through(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward pass of the outermost module, watched if it has to be."""
+        under = self.under
+        return forward if under is None else lambda *args, **kwargs: under(module, forward, args, kwargs)
+
     def leave(self, *, failed: bool) -> None:
         """The call ended."""
         self._call = None
@@ -109,6 +115,11 @@ class Entrance:
                     stack.enter_context(torch._C.DisableTorchFunction())
                 self._probe()
             self.known.add(site.name)  # if only by its name, as there is nothing more to learn
+
+    def forget(self, path: str) -> None:
+        """Another layer has that path now."""
+        self.known.discard(path)
+        self._asked = {(module, asked) for module, asked in self._asked if asked != path}
 
     def axis(self, module: nn.Module) -> int:
         """That of the samples in the inputs of a module."""
@@ -172,10 +183,10 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
         failed = True
         try:
             watch = entrances[0].current.watch if len(entrances) == 1 else None
-            if watch is None:
-                output = plain.forward(self, *args, **kwargs)
-            else:
-                output = watch.part(self, functools.partial(plain.forward, self), args, kwargs)
+            run = functools.partial(plain.forward, self)
+            for entrance in opened:
+                run = entrance.through(self, run)
+            output = run(*args, **kwargs) if watch is None else watch.part(self, run, args, kwargs)
             failed = False
         finally:
             for entrance in opened:

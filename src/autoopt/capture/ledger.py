@@ -47,7 +47,8 @@ class Ledger:
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
-        """Have an account for a parameter."""
+        """Have an account for a parameter, in the place of another of that name that the model no longer has."""
+        self.names.pop(self.parameters.get(name, parameter), None)
         self.parameters[name] = parameter
         self.names[parameter] = name
 

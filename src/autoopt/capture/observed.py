@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from autoopt.capture import glance
 from autoopt.capture.composite import Composite
@@ -61,6 +62,12 @@ def _run(layer: Any, x: Tensor) -> Tensor:
     site: Site = layer.__dict__[SITE]
     if not torch.compiler.is_compiling():
         site.current.group = active_group() or site.current.group
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise RuntimeError(
+                f"the input of layer '{site.name}' carries a tangent of forward-mode differentiation, by which its "
+                "parameters are used once more than is seen. Leave them to another optimizer through param_groups, or "
+                'make this one with spread="passes".'
+            )
     if site.axis and x.dim() == 2 and isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm):
         raise RuntimeError(
             f"layer '{site.name}' got an input of shape {tuple(x.shape)} where it takes (time, batch, features): give "
@@ -78,6 +85,8 @@ def _run(layer: Any, x: Tensor) -> Tensor:
     some = None if single or windows else glance.suits(site, operation, batch, weight)
     if some is not None:
         return glance.run(site, operation, x, batch, some)
+    if not site.origins and not torch.compiler.is_compiling():
+        site.refuse_computed()
     derived = {"weight": weight, "bias": bias} if site.origins else None
     if operation.lowers:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.

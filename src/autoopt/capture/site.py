@@ -79,6 +79,17 @@ class Site:
         """Whether the layer has other parameters by now than those that are reported on, as after `fully_shard`."""
         return any(self.parameter(role) is not self.ledger.parameters[name] for role, name in self.names.items())
 
+    def refuse_computed(self) -> None:
+        """Know nothing of a tensor in a parameter's place that was computed from others, as by functional_call."""
+        for role in self.names:
+            if self.parameter(role).grad_fn is not None:
+                raise RuntimeError(
+                    f"layer '{self.name}' runs with a computed tensor in the place of its parameter '{role}' "
+                    "(torch.func.functional_call), and of what it was computed from nothing is known. Compute it in a "
+                    "parametrization of the layer (torch.nn.utils.parametrize), or make the optimizer with "
+                    'spread="passes".'
+                )
+
     def trains(self) -> bool:
         """Whether any of the observed parameters is not frozen at the moment."""
         for role in self.names:  # as a rule the first one says it

@@ -50,7 +50,7 @@ class Source(ABC):
     def clear(self) -> None:
         """Forget what was gathered."""
         self.current.gathered, self.current.unfinished, self.current.blank = 0, False, False
-        self.current.left = None
+        self.current.failed, self.current.left = False, None
         self.current.withheld.clear()
         self.sizes = {}
 

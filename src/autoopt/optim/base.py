@@ -233,8 +233,9 @@ class AutoOptimizer(Optimizer, ABC):
             raise RuntimeError(
                 "step() was called inside `with opt.averaged()`, where the weights are the average: leave it."
             )
-        if source.current.unfinished:
-            raise RuntimeError("the last backward pass did not come to its end: call zero_grad() before the next one.")
+        if source.current.unfinished or source.current.failed:
+            which = "the last backward pass" if source.current.unfinished else "a backward pass of this step"
+            raise RuntimeError(f"{which} did not come to its end: call zero_grad() before the next one.")
         source.current.refuse_left()
         for group in self.param_groups:
             number("lr", group["lr"], low=0.0)  # a scheduler may have set it
