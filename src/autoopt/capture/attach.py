@@ -140,7 +140,7 @@ class Capture(Source):
         self.ledger.settle()
         self.current.gathered += self._compiled.samples(self.sites.values())
         self._book_shadows()
-        self.ledger.besides.check(self.ledger.squares, self.ledger.samples, self.parameters)
+        self.ledger.besides.check(self.current.graph, self.ledger.squares, self.ledger.samples, self.parameters)
         if self.sharded:  # the gradients of accumulated passes need not be there yet: set_requires_gradient_sync(False)
             absent = [name for name, parameter in self.parameters.items() if parameter.grad is None]
             self.current.withheld |= {name for name in absent if self.second_moment(name) is not None}

@@ -77,16 +77,22 @@ class Besides:
         self._expected[name] = expected, max(MATTERS, TOLERANCE[gradient.dtype])
 
     def check(
-        self, squares: Mapping[str, Tensor], samples: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+        self,
+        graph: int,
+        squares: Mapping[str, Tensor],
+        samples: Mapping[str, Any],
+        parameters: Mapping[str, nn.Parameter],
     ) -> None:
         """At the end of the pass, by Σ_i c_i² and N of each parameter: compare, and read the answer, once for all.
 
         The root of N Σ_i |c_i|² is at least Σ_i |c_i|, by which rounding is to be measured: the c_i may cancel.
         """
-        there = [name for name in self._expected if name in squares and parameters[name].grad is not None]
-        asked = {name: self._expected[name] for name in there}
-        self.done |= self._expected.keys()
-        self._expected = {}
+        expected, self._expected = self._expected, {}
+        if graph != self._graph or not expected:
+            return
+        self.done |= expected.keys()
+        there = [name for name in expected if name in squares and parameters[name].grad is not None]
+        asked = {name: expected[name] for name in there}
         if not asked:
             return
         sizes = _together((squares[name].sum() * samples[name]).sqrt() for name in asked)

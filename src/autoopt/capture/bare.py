@@ -7,7 +7,7 @@ parameter that is used outside of its layer; samples that are not on the first a
 be watched between its graphs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from autoopt.capture.generated import restore, stands_for, subclass
 from autoopt.capture.ledger import Ledger
 from autoopt.capture.rowwise import Plan
 from autoopt.capture.site import Site
-from autoopt.capture.watch import Watch
+from autoopt.capture.watch import Watch, kind_of
 
 WATCHED = "_autoopt_watched"
 WRAPPERS = (DistributedDataParallel, DataParallel, torch._dynamo.OptimizedModule)
@@ -102,11 +102,10 @@ class Bare:
         current = self.ledger.current
         if current.watch is not None:
             return forward(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        kind = self._kind(module, leaves, kwargs)
+        kind = kind_of(module, args, kwargs, self.trained())
         if kind in self._looked and not self.everywhere:
             return forward(*args, **kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = self.names.get(module) or type(module).__name__
         watch = Watch(self, tensors, name, self.axis_of(module))
         if watch.samples == 0:
@@ -124,11 +123,9 @@ class Bare:
         self.everywhere |= watch.needed or bool(watch.uses)
         return watch.close(result, whole=module is self.root)
 
-    def _kind(self, module: nn.Module, leaves: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What tells passes apart that may use parameters in other ways: flags, modes, what is frozen."""
-        given = tuple(leaf if leaf is None or isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
-        frozen = tuple(parameter.requires_grad for parameter in self.ledger.parameters.values())
-        return module, module.training, *kwargs, given, frozen
+    def trained(self) -> tuple[bool, ...]:
+        """Which of the parameters are not frozen."""
+        return tuple(parameter.requires_grad for parameter in self.ledger.parameters.values())
 
     def alone(self) -> Callable[[], bool]:
         """Whether the forward pass that begins is the only one before the next backward pass; asked in that one."""

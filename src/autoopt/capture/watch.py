@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._pytree import tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from autoopt.capture import ruled, scattered
 from autoopt.capture.copies import Copies, Rows
@@ -49,7 +49,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.bare, self.ledger, self.module, self.axis = bare, bare.ledger, module, axis
         self.samples = next((tensor.shape[axis] for tensor in inputs if tensor.dim() > axis), 0)
-        self.alone = bare.alone()
+        self.alone, self.trained = bare.alone(), bare.trained()
         self.uses: Counter[nn.Parameter] = Counter()  # parameters that samples met
         self.needed = False  # there are layers with rules that need it, too
         self.abandoned = False  # the axis is another one, and nothing depends on it
@@ -194,7 +194,7 @@ class Watch(TorchFunctionMode):
 
         One whose results have the samples anywhere but on the first axis is watched on: that must not be guessed.
         """
-        key = module, module.training, len(args), *kwargs
+        key = kind_of(module, args, kwargs, self.trained)
         tensors = list(tensors_in((*args, *kwargs.values())))
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
         if self.abandoned or not sampled or self.ledger.sampler.exact or any(map(self.derived, tensors)):
@@ -396,6 +396,14 @@ class Watch(TorchFunctionMode):
             f"got {self.samples} samples: {what} {'it' if len(names) == 1 else 'them'}. Keep the samples on the first "
             "axis, freeze the parameter, or leave it to another optimizer through param_groups."
         )
+
+
+def kind_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: tuple[bool, ...]
+) -> tuple[Any, ...]:
+    """What tells calls of a module apart that may use parameters in other ways: modes, flags, what is frozen."""
+    given = tuple(x if x is None or isinstance(x, bool | str) else type(x) for x in tree_leaves((args, kwargs)))
+    return module, module.training, *kwargs, given, trained
 
 
 def _chosen(name: str, tensor: Tensor, args: tuple[Any, ...]) -> bool:
