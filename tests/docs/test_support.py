@@ -152,6 +152,18 @@ class Flat(nn.Module):
         return self.flat(self.first(x).flatten(0, 1))
 
 
+class Words(nn.Module):
+    def __init__(self, *, packs: bool = False) -> None:
+        super().__init__()
+        self.words, self.head, self.packs = nn.LSTM(D, D, batch_first=True), nn.Linear(D, 3), packs
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        lengths = torch.full((len(rows),), x.shape[2])
+        given = nn.utils.rnn.pack_padded_sequence(rows, lengths, batch_first=True) if self.packs else rows
+        return self.head(self.words(given)[1][0][0].unflatten(0, (len(x), -1)))
+
+
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -247,6 +259,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "spectral_norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(D, 3)), sequence),
     "LoRA of two Linear": (LoRA, sequence),
     "samples and time in one axis": (Flat, sequence),
+    "words of a text in one axis": (Words, lambda: torch.randn(N, 2, T, D)),
+    "words of a text, sorted and packed": (lambda: Words(packs=True), lambda: torch.randn(N, 2, T, D)),
     "a mixture of experts, each a module": (Experts, sequence),
     "a mixture of experts, all in one parameter": (ExpertsInOne, sequence),
     "positions without a batch axis": (Positions, tokens),

@@ -53,8 +53,9 @@ class Call:
     def append(self, x: Tensor, name: str) -> Tensor:
         """As `attention.Parameters` has it."""
         parameter = self._tensor(name)
-        copies: Tensor = Copies.apply(parameter, len(x), self.site.ledger)  # type: ignore[no-untyped-call]
-        return torch.cat([x, copies.squeeze(1)], 1)
+        samples = len(x) // self.site.fold
+        copies: Tensor = Copies.apply(parameter, samples, self.site.ledger)  # type: ignore[no-untyped-call]
+        return torch.cat([x, self.site.spread(copies.squeeze(1))], 1)
 
     def weight_gradient(self, block: Block, use: Product, ctx: Any) -> Tensor:
         """The gradient of the rows of a weight, whose contributions are reported."""
@@ -117,6 +118,7 @@ def run(
         id(x): x.unsqueeze(0) if single else x if layer.batch_first else x.transpose(0, 1) for x in (query, key, value)
     }
     inputs = given[id(query)], given[id(key)], given[id(value)]  # of the same tensor the same one
+    site.begin(len(inputs[0]))
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = merged(None if causal else attn_mask, key_padding_mask, len(inputs[0]), layer.num_heads, query.dtype)
     settings = Attention(

@@ -19,11 +19,17 @@ from autoopt.moments import Contributions, Product
 from autoopt.moments.linear import Linear
 from autoopt.moments.operation import moments, owned
 
+PACKING = (
+    "have it sorted by pack_padded_sequence(..., enforce_sorted=False) alone, give the layer the padded tensor and "
+    'take its outputs at the lengths, or make the optimizer with spread="passes"'
+)
+
 
 class Composite(Site):
     """A layer whose call consists of parts. Its parameters have no shadows.
 
-    A part's context has `part`, its name in the layer, beside what any site's has: `outer`, `fold` and `spent`.
+    A part's context has `part`, its name in the layer, and how the rows of samples lie (`fold`, `strided`, `sorted`),
+    beside what any site's has: `outer` and `spent`. What it reports is summed over the rows of each sample before.
     """
 
     eager = True
@@ -31,7 +37,9 @@ class Composite(Site):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.shared: set[str] = set()  # names of parameters that other layers hold too
+        self.sorted = False  # the call that is under way was given rows that may lie in another order than the samples
         self._parts: dict[str, int] = {}  # part -> the backward pass that last used it
+        self._sorted = -1  # the backward pass that last had such rows
 
     def observe(self, role: str, name: str, *, shared: bool) -> None:
         """Report on the parameter that has this role; `shared`: other layers hold it too."""
@@ -50,12 +58,40 @@ class Composite(Site):
             )
         return parameter
 
+    def begin(self, rows: int) -> None:
+        """A call begins, with so many rows."""
+        self.count(rows)
+        self.check_fold(rows)
+
     def check(self, rows: int, ctx: Any) -> int:
         """As in any site, for each part on its own."""
-        self._entered = self._parts.get(ctx.part, -1)
+        self._entered = before = self._parts.get(ctx.part, -1)
         graph = super().check(rows, ctx)
         self._parts[ctx.part] = self._entered
+        self._sorted = graph if ctx.sorted else self._sorted
+        if self._sorted == graph and (before == graph or self.shared or self.lent):
+            raise RuntimeError(
+                f"layer '{self.name}' ({self.plain.__name__}) is given a PackedSequence that was sorted before it was "
+                "packed, in one of several uses of its parameters, so that row i of each need not be of one sample: "
+                f"{PACKING}."
+            )
         return graph
+
+    def unknown(self, x: Tensor | None = None) -> RuntimeError:
+        """As in any site."""
+        shape = "" if x is None else f" (its shape is {tuple(x.shape)})"
+        return RuntimeError(
+            f"which rows of the input of layer '{self.name}' ({self.plain.__name__}) belong to one sample cannot be "
+            f"told{shape}: where one sample changes, so do rows that are not one block of an axis. Give the layer "
+            "(batch, time, features) or (batch · parts, time, features), the parts of a sample one after the other. If "
+            f"it is given a PackedSequence, {PACKING}. Or leave it to another optimizer through param_groups."
+        )
+
+    def spread(self, copies: Tensor) -> Tensor:
+        """What each sample has, (samples, ...), for each of its rows."""
+        if self.strided:
+            return copies.repeat(self.fold, *[1] * (copies.dim() - 1))
+        return copies.repeat_interleave(self.fold, 0)
 
     def product(self, weight: Tensor, use: Product, ctx: Any) -> Tensor:
         """The gradient of a weight, whose contributions are reported."""
@@ -117,15 +153,34 @@ class LinearUse(torch.autograd.Function):
         ctx.site.check(len(dy), ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[4:]
         dx = dy @ weight if needs_x else None
-        dw = ctx.of_weight(Linear().weight_use(dy, (x,)), ctx) if needs_weight else None
-        db = ctx.of_bias(Linear().bias_contributions(dy), ctx) if needs_bias else None
+        dw = ctx.of_weight(of_samples(Linear().weight_use(dy, (x,)), ctx), ctx) if needs_weight else None
+        db = ctx.of_bias(summed(Linear().bias_contributions(dy), ctx), ctx) if needs_bias else None
         return None, None, None, None, dx, dw, db
 
 
 def describe(ctx: Any, part: str) -> None:
     """What a site asks of a part's context."""
-    ctx.part, ctx.fold = part, 1
-    ctx.site.opened(ctx)
+    site: Composite = ctx.site
+    ctx.part, ctx.fold, ctx.strided, ctx.sorted = part, site.fold, site.strided, site.sorted
+    site.opened(ctx)
+
+
+def of_samples(use: Product, ctx: Any) -> Product:
+    """The contributions of samples from those of rows: what is summed over them are more positions."""
+    if ctx.fold == 1:
+        return use
+    return Product(_grouped(use.delta, ctx).flatten(1, 2), _grouped(use.a, ctx).flatten(1, 2))
+
+
+def summed(c: Tensor, ctx: Any) -> Tensor:
+    """The same where they are formed."""
+    return c if ctx.fold == 1 else _grouped(c, ctx).sum(1)
+
+
+def _grouped(rows: Tensor, ctx: Any) -> Tensor:
+    """(rows, ...) -> (samples, rows of each, ...)."""
+    grouped: Tensor = rows.unflatten(0, (ctx.fold, -1) if ctx.strided else (-1, ctx.fold))
+    return grouped.transpose(0, 1) if ctx.strided else grouped
 
 
 def lowered(*tensors: Tensor | None) -> list[Any]:

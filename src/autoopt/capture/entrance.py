@@ -14,11 +14,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from autoopt.capture.composite import Composite
 from autoopt.capture.current import Pass, observable
 from autoopt.capture.generated import restore, stands_for, subclass
 from autoopt.capture.probe import batch_size, probe
@@ -130,6 +129,14 @@ class Entrance:
         if self._folds and id(module) in self._axes:
             self.samples = batch_size(tree_leaves((args, kwargs)), self._axes[id(module)])
 
+    def entering(self, data: Tensor) -> int | None:
+        """How many samples entered with the pass under way, if that is known; not where `data` is what was given."""
+        if self._call is None or id(self._call[0]) not in self._axes:
+            return None
+        module, *given = self._call
+        leaves = tree_leaves(given)
+        return None if any(leaf is data for leaf in leaves) else batch_size(leaves, self._axes[id(module)])
+
     def _within(self, module: nn.Module) -> Iterator[str]:
         inside = set(module.modules())
         return (path for path, site in self.sites.items() if site.layer in inside)
@@ -155,7 +162,7 @@ class Entrance:
         self.known |= found.routed
         for path, layout in found.layouts.items():
             site = self.sites[path]
-            if layout is not None and not isinstance(site, Composite):  # those know by themselves
+            if layout is not None:
                 site.axis, site.fold, site.strided = layout
                 site.folded, site.settled = site.fold > 1, path in found.shown
                 self._folds |= site.folded

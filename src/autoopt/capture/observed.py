@@ -50,6 +50,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
         site: Composite | None = self.__dict__.get(SITE)
         if site is None or site.current.resting or not observable() or not site.trains():
             return plain.forward(self, *args, **options)
+        site.reached()
         if site.current.watch is not None:
             return site.current.watch.layer(site, functools.partial(run, site), *args, **options)
         return run(site, *args, **options)

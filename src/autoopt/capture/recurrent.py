@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from autoopt.capture.composite import Composite, LinearUse, describe, lowered
+from autoopt.capture.composite import Composite, LinearUse, describe, lowered, of_samples, summed
 from autoopt.moments import Product, precision, recurrent
 from autoopt.moments.operation import owned
 
@@ -67,8 +67,9 @@ def _reported(ctx: Any, tensor: Tensor, use: Any) -> Tensor:
     """The gradient of a weight, from its use, or of a bias, from its contributions."""
     site: Composite = ctx.site
     if tensor.dim() == 1:
-        return site.sum(tensor, use, ctx)
-    return site.product(tensor, Product(use.delta.transpose(0, 1), use.a.transpose(0, 1)), ctx)
+        return site.sum(tensor, summed(use, ctx), ctx)
+    rows = Product(use.delta.transpose(0, 1), use.a.transpose(0, 1))
+    return site.product(tensor, of_samples(rows, ctx), ctx)
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Any:
@@ -97,8 +98,17 @@ def run(site: Composite, layer: Any, input: Any, hx: Any = None) -> Any:  # noqa
 def _run_packed(site: Composite, layer: Any, packed: PackedSequence, hx: Any) -> Any:
     """Sequences of several lengths, padded while they are here, in the order in which they were packed."""
     x, lengths = pad_packed_sequence(packed)
+    samples = None if site.current.entrance is None else site.current.entrance.entering(packed.data)
+    ordered = packed.sorted_indices is not None and (samples is None or site.settled)
+    site.count(x.shape[1])
+    if not ordered and (site.fold > 1 or samples not in (None, x.shape[1])):
+        raise site.unknown(x.transpose(0, 1))
     state = _zeros(layer, x, x.shape[1]) if hx is None else _parts(hx)
-    output, last = _run(site, layer, x, state, lengths)
+    site.sorted = not ordered
+    try:
+        output, last = _run(site, layer, x, state, lengths)
+    finally:
+        site.sorted = False
     if packed.sorted_indices is not None:
         output, lengths = output.index_select(1, packed.sorted_indices), lengths[packed.sorted_indices.cpu()]
     data = pack_padded_sequence(output, lengths).data
@@ -106,6 +116,8 @@ def _run_packed(site: Composite, layer: Any, packed: PackedSequence, hx: Any) ->
 
 
 def _run(site: Composite, layer: Any, x: Tensor, state: State, lengths: Tensor | None) -> tuple[Tensor, State]:
+    site.begin(x.shape[1])
+
     def level(suffix: str, x: Tensor, state: State) -> State:
         kinds = "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr"
         weights = recurrent.Weights(*(getattr(layer, kind + suffix, None) for kind in kinds))  # type: ignore[arg-type]
@@ -143,6 +155,7 @@ def run_cell(site: Composite, layer: Any, input: Tensor, hx: Any = None) -> Any:
         state: State = (x.new_zeros(len(x), layer.hidden_size),) * (2 if long else 1)
     else:
         state = tuple(part.unsqueeze(0) if single else part for part in _parts(hx))
+    site.begin(len(x))
     mode = "LSTM" if long else "GRU" if isinstance(layer, nn.GRUCell) else f"RNN_{layer.nonlinearity.upper()}"
     last = recurrent.cell(mode, _gates(site, layer, "ih", x), _gates(site, layer, "hh", state[0]), state)
     last = tuple(part.squeeze(0) for part in last) if single else last

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
 CHANNELS_SECOND = (
@@ -131,7 +132,9 @@ def _recorded(layers: Mapping[str, nn.Module]) -> Iterator[Trace]:
     trace: Trace = defaultdict(list)
 
     def record(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | PackedSequence)), None)
+        if isinstance(x, PackedSequence):
+            x, _ = pad_packed_sequence(x, batch_first=bool(getattr(layer, "batch_first", False)))
         if x is not None:
             trace[name].append(_seen(x, sample_axes(layer, x.shape)))
 

@@ -152,15 +152,19 @@ class Site:
     def grouped(self, x: Tensor) -> Tensor:
         """The input with the samples on its first axis, the rows of each together."""
         x = x.movedim(self.axis, 0) if self.axis else x
-        samples = self.current.entrance.samples if self.folded and self.current.entrance is not None else None
-        if samples:
-            self.fold = max(1, x.shape[0] // samples)
+        self.count(x.shape[0])
         return x.unflatten(0, (self.fold, -1)).transpose(0, 1).flatten(0, 1) if self.strided and self.fold > 1 else x
 
     def ungrouped(self, y: Tensor) -> Tensor:
         """The output as the layer itself would lay it out."""
         y = y.unflatten(0, (-1, self.fold)).transpose(0, 1).flatten(0, 1) if self.strided and self.fold > 1 else y
         return y.movedim(0, self.axis) if self.axis else y
+
+    def count(self, rows: int) -> None:
+        """See how many of the rows of a call are one sample, where that is not always one."""
+        samples = self.current.entrance.samples if self.folded and self.current.entrance is not None else None
+        if samples:
+            self.fold = max(1, rows // samples)
 
     def blank(self, x: Tensor) -> bool:
         """Whether the input is an empty batch: it has nothing to tell."""

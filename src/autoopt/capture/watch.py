@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
@@ -125,7 +126,8 @@ class Watch(TorchFunctionMode):
     def layer(self, site: Site, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer that has a rule of its own."""
         tensors = list(tensors_in((*args, *kwargs.values())))
-        if site.routed or any(map(self.routes.known, tensors)):
+        packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
+        if not packed and (site.routed or any(map(self.routes.known, tensors))):
             return self._routed_layer(site, *tensors)
         if self.abandoned:
             return run(*args, **kwargs)
@@ -141,15 +143,14 @@ class Watch(TorchFunctionMode):
             args, kwargs = tree_map(self.given, (args, kwargs))
             tensors = list(tensors_in((*args, *kwargs.values())))
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
-        if site.settled:
-            tensor = sampled[0][0]
-            single = not site.folded or tensor.shape[site.axis] == self.samples
-            sampled[0] = tensor, site.axis if single else LOST if site.axis or site.strided else FOLDED
-        else:
-            self._place(site, *sampled[0])
+        tensor, layout = sampled[0]
+        if site.settled and not _knows(site):
+            sampled[0] = tensor, _seen(site, tensor, self.samples)
+        elif not packed:
+            sampled[0] = tensor, self._place(site, tensor, layout)
         with torch._C.DisableTorchFunction():
             result = run(*args, **kwargs)
-        return self._note(result, sampled)
+        return self._note_parts(site, result, sampled) if _knows(site) else self._note(result, sampled)
 
     def _routed_layer(self, site: Site, x: Tensor, *others: Tensor) -> Tensor:
         """Run a layer that is given rows of any number, in any order."""
@@ -166,17 +167,17 @@ class Watch(TorchFunctionMode):
             self.routes.lies(result, self.layouts.get(x))
         return result
 
-    def _place(self, site: Site, tensor: Tensor, layout: int) -> None:
-        """Tell a layer where its samples are."""
-        own = _own_layout(site, tensor, self.bare.placed)
+    def _place(self, site: Site, tensor: Tensor, layout: int) -> int:
+        """Tell a layer where its samples are, or be told."""
+        own = self._own_layout(site, tensor, layout)
         if LOST in (own, layout) or own == layout:
-            return
+            return own if own is not None and site.settled else layout
         self.events += 1
         if own is None:
             self.bare.placed.add(site)
             site.axis, site.fold = max(layout, 0), tensor.shape[0] // self.samples if layout == FOLDED else 1
             self.needed |= layout != 0
-            return
+            return layout
         # The first axis of what the module was called with is not the batch.
         if self.bare.holding:
             raise RuntimeError(
@@ -188,6 +189,17 @@ class Watch(TorchFunctionMode):
         for placed in self.bare.placed:
             placed.axis, placed.fold = 0, 1
         self.bare.placed.clear()
+        return own
+
+    def _own_layout(self, site: Site, tensor: Tensor, layout: int) -> int | None:
+        """Where a layer has the samples by itself, or was seen to have them when one of them was changed."""
+        if not _knows(site):
+            return site.axis if site.axis and site not in self.bare.placed else None
+        axis = 0 if site.layer.batch_first or tensor.dim() < 3 else 1
+        if site.folded:
+            return _seen(site, tensor, self.samples)
+        # Of the first axis several rows may be one sample.
+        return None if axis == 0 and (layout == FOLDED or site in self.bare.placed) else axis
 
     def part(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module that holds layers. Where nothing but these met parameters before, they need not be watched.
@@ -219,6 +231,16 @@ class Watch(TorchFunctionMode):
         """A result, of whose tensors it is noted where the samples went."""
         for tensor in tensors_in((result,)):
             self.layouts.put(tensor, carried("", sampled, tensor, self.samples))
+        return result
+
+    def _note_parts(self, site: Site, result: Any, sampled: list[tuple[Tensor, int]]) -> Any:
+        """The same of a layer that gives states (levels, rows, features) or weights (rows, ...) beside its output."""
+        output, *others = result
+        self._note(output, sampled)
+        axis, layout = int(isinstance(site.layer, nn.RNNBase)), sampled[0][1]
+        for tensor in tensors_in(others):
+            single = layout >= 0 and tensor.dim() > 2 and tensor.shape[axis] == self.samples
+            self.layouts.put(tensor, axis if single else FOLDED if layout == FOLDED and axis == 0 else LOST)
         return result
 
     def close(self, result: Any, *, whole: bool) -> Any:
@@ -411,11 +433,12 @@ def _chosen(name: str, tensor: Tensor, args: tuple[Any, ...]) -> bool:
     return name == "__getitem__" and tensor is not args[0] and tensor.dim() == 0
 
 
-def _own_layout(site: Site, tensor: Tensor, placed: set[Site]) -> int | None:
-    """Where a layer has the samples by itself, or was seen to have them when one of them was changed."""
-    batch_first = getattr(site.layer, "batch_first", None)  # of recurrent layers and attention
-    if batch_first is not None:
-        return 0 if batch_first or tensor.dim() < 3 else 1
-    if site.settled:
-        return LOST if site.strided else FOLDED if site.folded else site.axis
-    return site.axis if site.axis and site not in placed else None
+def _knows(site: Site) -> bool:
+    """Whether a layer knows the axis of the samples by itself, as recurrent layers and attention do."""
+    return getattr(site.layer, "batch_first", None) is not None
+
+
+def _seen(site: Site, tensor: Tensor, samples: int) -> int:
+    """Where a layer was seen to have the samples when one of them was changed."""
+    single = not site.folded or tensor.shape[site.axis] == samples
+    return site.axis if single else LOST if site.axis or site.strided else FOLDED
