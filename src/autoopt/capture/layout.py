@@ -25,7 +25,9 @@ MOVING = {  # along an axis, the argument of that number, or else this one
     "index_select": (1, 0), "flip": (1, 0), "roll": (2, 0),
 }  # fmt: skip
 DEEPER = {"", "one_hot", "embedding", "diag_embed", "view_as_real"}  # new axes are behind the others; "": a layer
-WRITING = {"index_copy", "index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"}
+WRITING = {
+    "index_copy", "index_add", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "put",
+}  # fmt: skip
 PRODUCTS = {"matmul", "mm", "bmm", "einsum", "__matmul__", "__rmatmul__", "linear", "cdist", "addmm", "baddbmm"}
 
 

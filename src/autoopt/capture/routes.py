@@ -13,13 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoopt.capture.aside import recording
 from autoopt.capture.layout import FOLDED, LOST
 from autoopt.capture.marks import Marks, tensors_in
+from autoopt.capture.rerun import patient
 from autoopt.capture.rowwise import ELEMENTWISE
 
 Owners = list[Tensor | None]
 """Of each result; None: not known."""
 
+FILLED = {  # holds nothing of what it is called on but the shape
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
+}  # fmt: skip
+INTO = {"index_add", "index_copy", "index_add_", "index_copy_", "__setitem__"}  # rows are written into a tensor
 PRODUCTS = {"linear", "matmul", "mm", "bmm", "__matmul__", "_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
 KEEPING = {  # every row as it is given
     "relu", "silu", "gelu", "tanh", "sigmoid", "softplus", "leaky_relu", "elu", "mish", "hardswish", "square", "exp",
@@ -38,7 +44,7 @@ class Routes:
 
     def __init__(self, layouts: Marks, samples: int) -> None:
         self.layouts, self.samples = layouts, samples
-        self._owners, self._counting = Marks(), Marks()
+        self._owners, self._counting, self._filled = Marks(), Marks(), Marks()
 
     def owner(self, tensor: Tensor) -> Tensor | None:
         """The sample of each row, where that is known."""
@@ -58,9 +64,15 @@ class Routes:
         self._owners.put(tensor, owners)
 
     def count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Note what a call gave, if it is 0, 1, ..., N - 1."""
+        """Note what a call gave, if it is 0, 1, ..., N - 1, or a constant."""
         if name == "arange" and args in ((self.samples,), (0, self.samples)):
             self._counting.put(result, True)
+        elif name in FILLED:
+            self._filled.put(result, result._version)
+
+    def blank(self, tensor: Tensor) -> bool:
+        """Whether it was filled with a constant, and nothing was written into it since."""
+        return bool(self._filled.get(tensor) == tensor._version)
 
     def one_of_each(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether a part is taken of every sample, one after the other, as x[arange(N), lengths] does."""
@@ -70,17 +82,23 @@ class Routes:
         vectors = all(not isinstance(part, Tensor) or part.shape in ((), (self.samples,)) for part in rest)
         return isinstance(first, Tensor) and bool(self._counting.get(first)) and vectors
 
-    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
-        """Note the owners of what a call without parameters gave, where nothing else tells the samples apart."""
+    def follow(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], *, blank: bool = False
+    ) -> None:
+        """Note the owners of what a call without parameters gave, where nothing else tells the samples apart.
+
+        `blank`: rows are written into a tensor that held no samples. Of others the layouts are still those of before.
+        """
 
         given = functools.partial(_argument, args, kwargs)
         found: Owners = [None] * len(results)
         if name in ("cat", "concat", "concatenate"):
             found = [joined([self.owner(part) for part in given(0, "tensors")], given(1, "dim", 0), *results)]
-        elif name.rstrip("_") in ("index_add", "index_copy"):
+        elif name in INTO:
             owners = self.owner(given(3, "source"))
             if owners is not None and given(1, "dim") == 0:
-                found = [put_back(given(2, "index"), owners, self.owner(args[0]), len(results[0]))]
+                before = self._before(given(0, "input"), owners, blank)
+                found = [put_back(given(2, "index"), owners, before, added=name.startswith("index_add"))]
         elif args and isinstance(args[0], Tensor):
             for tensor in tensors_in(args[:2]):
                 owners = self.owner(tensor) if tensor is args[0] or (self.known(tensor) and keeps(name)) else None
@@ -90,15 +108,19 @@ class Routes:
         for tensor, owners in zip(results, found, strict=True):
             self._owners.put(tensor, owners)
 
-    def written(self, target: Tensor, index: Any, value: Tensor) -> None:
-        """Samples were written into a tensor."""
+    def written(self, target: Tensor, index: Any, value: Tensor, *, blank: bool) -> None:
+        """Samples were written into a tensor; `blank`: it held none."""
         first = index[0] if isinstance(index, tuple) else index
         if isinstance(first, Tensor) and first.dtype != torch.bool and first.dim() > 0:  # to rows, in any order
             owners = self.owner(value)
-            known = None if owners is None else put_back(index, owners, self.owner(target), len(target))
+            known = None if owners is None else put_back(index, owners, self._before(target, owners, blank))
             self.lies(target, LOST, known)
         elif self.layouts.get(target) is None:
             self.layouts.put(target, 0 if target.shape[0] == self.samples else LOST)
+
+    def _before(self, target: Tensor, owners: Tensor, blank: bool) -> Tensor | None:
+        """The owners of what others are written into: nobody's, -1, if it is blank."""
+        return owners.new_full(target.shape[:1], -1) if blank else self.owner(target)
 
 
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, key: str, default: Any = None) -> Any:
@@ -210,9 +232,24 @@ def joined(owners: Owners, dim: int, result: Tensor) -> Tensor | None:
     return torch.cat(known) if dim % result.dim() == 0 else None
 
 
-def put_back(index: Any, owners: Tensor, before: Tensor | None, rows: int) -> Tensor | None:
-    """The owners of a tensor to some rows of which others were written; nobody's, -1, if it had none `before`."""
-    if not isinstance(index, Tensor) or index.dim() != 1 or owners.dim() != 1 or len(index) != len(owners):
+def put_back(index: Any, owners: Tensor, before: Tensor | None, *, added: bool = False) -> Tensor | None:
+    """The owners of a tensor to some rows of which others were written, or `added`: all to one row have one owner."""
+    if before is None or any(one.dim() != 1 for one in (before, owners)):
         return None
-    before = owners.new_full((rows,), -1) if before is None else before
-    return before.index_copy(0, index, owners) if before.dim() == 1 else None
+    if not isinstance(index, Tensor) or index.shape != owners.shape or index.dtype == torch.bool:
+        return None
+    index = index.long()
+    if not added:
+        return before.index_copy(0, index, owners)
+    found = before.scatter_reduce(0, index, owners, "amax")
+    one = (found[index] == owners).all() & ((before == -1) | (before == found)).all()
+    return found if _holds(one) else None
+
+
+def _holds(condition: Tensor) -> bool:
+    """Read from the device; a CUDA graph cannot be asked, so it fails where the condition does not hold."""
+    if recording(condition.device):
+        torch._assert_async(condition, "rows of several samples were added up, which statistics need apart")
+        return True
+    with patient():
+        return bool(condition)

@@ -21,7 +21,7 @@ from autoopt.capture.copies import Copies, Rows
 from autoopt.capture.layout import FOLDED, LOST, carried, follow
 from autoopt.capture.ledger import sources
 from autoopt.capture.marks import Made, Marks, tensors_in
-from autoopt.capture.routes import Routes
+from autoopt.capture.routes import INTO, Routes
 from autoopt.capture.rowwise import Call, Plan, in_front, in_place, make_plan, rows_of
 from autoopt.capture.site import Site
 
@@ -79,19 +79,20 @@ class Watch(TorchFunctionMode):
                 return self._meet(func, name, args, kwargs)
             again = functools.partial(self._meet, func, name, args, kwargs)
             return self._derive(name, tensors, func(*args, **kwargs), again)
+        blank = name in INTO and (self.constant(tensors[0]) or self.routes.blank(tensors[0]))  # before the call
         result = func(*args, **kwargs)
         self.routes.count(name, args, result)
         if name == "__setitem__" and isinstance(args[2], Tensor) and self.layout(args[2]) is not None:
-            self.routes.written(*args)
+            self.routes.written(*args, blank=blank)
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
         found = list(tensors_in((result,))) if sampled else []
         if found:
             steady = self.routes.one_of_each(name, args)
             layouts = [0] if steady else follow(func, args, kwargs, sampled, found, self.samples)
+            if LOST in layouts:
+                self.routes.follow(name, args, kwargs, found, blank=blank)
             for tensor, layout in zip(found, layouts, strict=True):
                 self.layouts.put(tensor, layout)
-            if LOST in layouts:
-                self.routes.follow(name, args, kwargs, found)
         return result
 
     # What is known of a tensor.
