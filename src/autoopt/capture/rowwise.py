@@ -149,6 +149,18 @@ def in_front(tensor: Tensor, layout: int, samples: int) -> Tensor:
     return tensor.movedim(layout, 0).unsqueeze(layout + 1) if layout else tensor.unsqueeze(1)
 
 
+def compact(call: Call, tensor: Tensor) -> Tensor:
+    """A part of a larger tensor as it was when the plan was made: vmap has functions that take none with gaps."""
+    if call.in_place or call.name in ELEMENTWISE:
+        return tensor
+    size = 1
+    for stride, length in sorted((st, n) for st, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != size:
+            return tensor.clone()
+        size *= length
+    return tensor
+
+
 def rows_of(tensor: Tensor, samples: int) -> int:
     """How many rows a tensor has for each sample, 0 where they cannot be the samples'."""
     return 0 if tensor.dim() == 0 or tensor.shape[0] % samples else tensor.shape[0] // samples

@@ -22,7 +22,7 @@ from autoopt.capture.layout import FOLDED, LOST, carried, follow
 from autoopt.capture.ledger import sources
 from autoopt.capture.marks import Made, Marks, tensors_in
 from autoopt.capture.routes import INTO, Routes
-from autoopt.capture.rowwise import Call, Plan, in_front, in_place, make_plan, rows_of
+from autoopt.capture.rowwise import Call, Plan, compact, in_front, in_place, make_plan, rows_of
 from autoopt.capture.site import Site
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ class Watch(TorchFunctionMode):
             if i in call.derived:
                 values[i] = self._by_row(leaf) if i in plan.by_row else self._copies(leaf)
             elif i in call.layouts or i in plan.by_row:
-                values[i] = in_front(leaf, call.layouts.get(i, FOLDED), call.samples)
+                values[i] = in_front(compact(call, leaf), call.layouts.get(i, FOLDED), call.samples)
         parts = plan.run(call, values)
         if call.in_place:
             results, given = [call.leaves[0]], None if call.name == "__setitem__" else call.leaves[0]
