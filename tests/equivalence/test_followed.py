@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoopt import AutoAdam, AutoSGD
+from equivalence.bare_cases import parameter
 from equivalence.cases import assert_close
 
 N = 5
@@ -36,8 +37,53 @@ class HalfNormed(nn.Module):
         return torch.cat([self.norm(a), b], 1)
 
 
+class WindowAttention(nn.Module):
+    """Swin's: windows of all samples on one axis, which for a moment is not the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.table = nn.Linear(3, 12), parameter(2, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        windows = x.view(b, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, c)
+        q, k, v = self.qkv(windows).reshape(-1, 4, 3, 2, 2).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(-1, -2) + self.table
+        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, -1, 4)
+
+
+class Frames(nn.Module):
+    """A video's: frames of all samples on one axis, behind one more, and then by themselves again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.times, self.scale = nn.Linear(3, 8), parameter(2, 8, 1), parameter(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        h = self.first(x.flatten(0, 1))
+        h = h[None, :] * self.scale
+        return h.reshape(b, t, 4, 8, 1).permute(0, 2, 1, 3, 4) + self.times
+
+
+class Between(nn.Module):
+    """A layer, a norm and a parameter that meet windows on the second axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.scale, self.last = nn.Linear(3, 4), nn.LayerNorm(4), parameter(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.reshape(-1, 4, 3)).transpose(0, 1).contiguous()
+        return self.last(self.norm(h).tanh() * self.scale).transpose(0, 1).reshape(len(x), -1)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a part with gaps": (HalfNormed, lambda: torch.randn(N, 3, 5, 5)),
+    "windows": (WindowAttention, lambda: torch.randn(N, 4, 4, 3)),
+    "as many windows as samples": (WindowAttention, lambda: torch.randn(N, 2, 10, 3)),
+    "frames": (Frames, lambda: torch.randn(N, 2, 4, 3)),
+    "windows on the second axis": (Between, lambda: torch.randn(N, 8, 3)),
 }
 
 

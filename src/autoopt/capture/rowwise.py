@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from autoopt.capture.layout import FOLDED, LOST
+from autoopt.capture.layout import FOLDED, LOST, axis_of, folded, folds
 
 ELEMENTWISE = {
     "add", "sub", "mul", "div", "true_divide", "pow", "where", "maximum", "minimum", "lerp", "addcmul", "addcdiv",
@@ -143,9 +143,10 @@ def in_front(tensor: Tensor, layout: int, samples: int) -> Tensor:
     """(samples, *a tensor of the same dimensions that holds one of them)."""
     if samples == 1:
         return tensor.unsqueeze(0)
-    if layout == FOLDED:
-        folded: Tensor = tensor.unflatten(0, (samples, -1))
-        return folded
+    if folds(layout):
+        axis = axis_of(layout)
+        parts: Tensor = tensor.unflatten(axis, (samples, -1))
+        return parts.movedim(axis, 0)
     return tensor.movedim(layout, 0).unsqueeze(layout + 1) if layout else tensor.unsqueeze(1)
 
 
@@ -226,7 +227,7 @@ def _placed(plan: Plan, call: Call, tensors: dict[int, Tensor], expected: list[T
     if LOST in axes:
         return None
     kept = [part.shape[1 + axis] == 1 or call.samples == 1 for part, axis in zip(parts, axes, strict=True)]
-    layouts = [axis if whole else FOLDED if axis == 0 else LOST for axis, whole in zip(axes, kept, strict=True)]
+    layouts = [axis if whole else folded(axis) for axis, whole in zip(axes, kept, strict=True)]
     placed = replace(plan, axes=axes, layouts=tuple(layouts))
     together = zip(placed.results(call, parts), expected, strict=True)
     return placed if all(_same(result, whole) for result, whole in together) else None

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map, tree_unflatten
 
 from autoopt.capture import ruled, scattered
 from autoopt.capture.copies import Copies, Rows
-from autoopt.capture.layout import FOLDED, LOST, carried, follow
+from autoopt.capture.layout import FOLDED, LOST, axis_of, carried, folded, folds, follow
 from autoopt.capture.ledger import sources
 from autoopt.capture.marks import Made, Marks, tensors_in
 from autoopt.capture.routes import INTO, Routes
@@ -145,7 +145,7 @@ class Watch(TorchFunctionMode):
         if site.settled:
             tensor = sampled[0][0]
             single = not site.folded or tensor.shape[site.axis] == self.samples
-            sampled[0] = tensor, site.axis if single else LOST if site.axis or site.strided else FOLDED
+            sampled[0] = tensor, site.axis if single else LOST if site.strided else folded(site.axis)
         else:
             self._place(site, *sampled[0])
         with torch._C.DisableTorchFunction():
@@ -175,7 +175,8 @@ class Watch(TorchFunctionMode):
         self.events += 1
         if own is None:
             self.bare.placed.add(site)
-            site.axis, site.fold = max(layout, 0), tensor.shape[0] // self.samples if layout == FOLDED else 1
+            site.axis = axis_of(layout)
+            site.fold = tensor.shape[site.axis] // self.samples if folds(layout) else 1
             self.needed |= layout != 0
             return
         # The first axis of what the module was called with is not the batch.
