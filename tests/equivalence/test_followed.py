@@ -78,12 +78,24 @@ class Between(nn.Module):
         return self.last(self.norm(h).tanh() * self.scale).transpose(0, 1).reshape(len(x), -1)
 
 
+class EllipsisAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(4, 4), parameter(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.first(x) @ x.mT).softmax(-1)
+        return torch.einsum("...ij,...jd->...id", weights, x) * self.scale
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a part with gaps": (HalfNormed, lambda: torch.randn(N, 3, 5, 5)),
     "windows": (WindowAttention, lambda: torch.randn(N, 4, 4, 3)),
     "as many windows as samples": (WindowAttention, lambda: torch.randn(N, 2, 10, 3)),
     "frames": (Frames, lambda: torch.randn(N, 2, 4, 3)),
     "windows on the second axis": (Between, lambda: torch.randn(N, 8, 3)),
+    "an ellipsis": (EllipsisAttention, lambda: torch.randn(N, 3, 4)),
+    "an ellipsis over two axes": (EllipsisAttention, lambda: torch.randn(N, N, 3, 4)),
 }
 
 

@@ -104,3 +104,26 @@ def test_rows_that_change_places_on_any_axis_are_lost() -> None:
     ]
     for func, more in others:
         assert follow(func, (x, *more), {}, [(x, 1)], [func(x, *more)], 4) == [1]
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "layouts", "expected"),
+    [
+        ("...ij,...jd->...id", [(4, 3, 5), (4, 5, 2)], [0, 0], 0),
+        ("...ij,...jd->...id", [(4, 2, 3, 5), (2, 5, 2)], [0, None], 0),
+        ("...ij,...jd->...id", [(2, 3, 5), (4, 2, 5, 2)], [None, 0], 0),
+        ("...ij,...jd->...id", [(4, 3, 5), (2, 4, 5, 2)], [0, 1], 1),
+        ("...ij,...jd->...id", [(2, 4, 3, 5), (2, 4, 5, 2)], [0, 1], LOST),
+        ("... i, i ... -> ...", [(4, 3), (3, 4)], [0, 1], 0),
+        ("h...d->...hd", [(2, 8, 3)], [folded(1)], FOLDED),
+        ("...d->d", [(4, 3)], [0], LOST),
+        ("...d", [(4, 3)], [0], LOST),
+    ],
+)
+def test_an_ellipsis_stands_for_axes(
+    equation: str, shapes: list[tuple[int, ...]], layouts: list[int | None], expected: int
+) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    sampled = [(tensor, layout) for tensor, layout in zip(tensors, layouts, strict=True) if layout is not None]
+    result = torch.einsum(equation, *tensors)
+    assert follow(torch.einsum, (equation, *tensors), {}, sampled, [result], 4) == [expected]

@@ -118,18 +118,26 @@ def _part(parts: Sequence[Any], axis: int, dims: int) -> Any:
 
 def _summed(equation: str, operands: Sequence[Any], sampled: Sequence[tuple[Tensor, int]]) -> int:
     """The layout of what torch.einsum gave: the letters tell."""
-    terms, _, result = equation.replace(" ", "").partition("->")
+    left, _, result = equation.replace(" ", "").partition("->")
     given = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     layouts = {id(tensor): layout for tensor, layout in sampled}
-    places = set()
-    for term, tensor in zip(terms.split(","), given, strict=True):
+    terms, places = left.split(","), set()
+    more = [tensor.dim() - len(term) + 3 if "." in term else 0 for term, tensor in zip(terms, given, strict=True)]
+    result = _spelled(result, max(more))
+    for term, tensor, axes in zip(terms, given, more, strict=True):
         layout = layouts.get(id(tensor))
         if layout is None:
             continue
-        if layout == LOST or "." in equation or "->" not in equation or term[axis_of(layout)] not in result:
+        term = _spelled(term, axes)
+        if layout == LOST or "->" not in equation or term[axis_of(layout)] not in result:
             return LOST
         places.add(moved(layout, result.index(term[axis_of(layout)])))
     return places.pop() if len(places) == 1 else LOST
+
+
+def _spelled(term: str, axes: int) -> str:
+    """A term with a letter for each axis that its ellipsis stands for: the last ones of two are the same."""
+    return term.replace("...", "".join(chr(0x3B1 + axis) for axis in reversed(range(axes))))
 
 
 def _viewed(
