@@ -88,6 +88,19 @@ class EllipsisAttention(nn.Module):
         return torch.einsum("...ij,...jd->...id", weights, x) * self.scale
 
 
+class PatchDropout(nn.Module):
+    """Some positions of every sample, those that the sample itself decides on, behind a class token."""
+
+    def __init__(self, numbers: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.first, self.token, self.numbers = nn.Linear(4, 8), parameter(1, 1, 8), numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        kept = h[..., 0].argsort(1)[:, :3]
+        return torch.cat([self.token.expand(len(x), 1, 8), h[self.numbers(len(x)), kept]], 1)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a part with gaps": (HalfNormed, lambda: torch.randn(N, 3, 5, 5)),
     "windows": (WindowAttention, lambda: torch.randn(N, 4, 4, 3)),
@@ -96,7 +109,38 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "windows on the second axis": (Between, lambda: torch.randn(N, 8, 3)),
     "an ellipsis": (EllipsisAttention, lambda: torch.randn(N, 3, 4)),
     "an ellipsis over two axes": (EllipsisAttention, lambda: torch.randn(N, N, 3, 4)),
+    "patch dropout": (lambda: PatchDropout(lambda n: torch.arange(n)[:, None]), lambda: torch.randn(N, 6, 4)),
+    "patch dropout, expanded": (
+        lambda: PatchDropout(lambda n: torch.arange(n).view(-1, 1).expand(n, 3)),
+        lambda: torch.randn(N, N, 4),
+    ),
 }
+
+
+def flipped(samples: int) -> Tensor:
+    return torch.arange(samples)[torch.arange(samples).flip(0)][:, None]
+
+
+def changed(samples: int) -> Tensor:
+    numbers = torch.arange(samples)
+    numbers.copy_(numbers.flip(0))
+    return numbers[:, None]
+
+
+# What must not be taken for one of each, in order: x[numbers, places].
+@pytest.mark.parametrize(
+    "numbers",
+    [flipped, changed, lambda n: torch.arange(n).expand(n, n)[:, :3]],
+)
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+def test_parts_of_samples_in_another_order_are_refused(
+    make: Callable[..., Any], numbers: Callable[[int], Tensor]
+) -> None:
+    model = PatchDropout(numbers)
+    optimizer = make(model, exact=True)
+    with pytest.raises(RuntimeError, match=r"parameter 'token' .* is not known"):
+        model(torch.randn(N, 6, 4))
+    optimizer.detach()
 
 
 def squares(model: nn.Module, x: Tensor) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ Owners = list[Tensor | None]
 FILLED = {  # holds nothing of what it is called on but the shape
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
+RESHAPING = {"__getitem__", "unsqueeze", "view", "reshape", "expand", "repeat", "to", "long"}
 INTO = {"index_add", "index_copy", "index_add_", "index_copy_", "__setitem__"}  # rows are written into a tensor
 PRODUCTS = {"linear", "matmul", "mm", "bmm", "__matmul__", "_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
 KEEPING = {  # every row as it is given
@@ -64,9 +65,13 @@ class Routes:
         self._owners.put(tensor, owners)
 
     def count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Note what a call gave, if it is 0, 1, ..., N - 1, or a constant."""
-        if name == "arange" and args in ((self.samples,), (0, self.samples)):
-            self._counting.put(result, True)
+        """Note what a call gave, if its rows are 0, 1, ..., N - 1, or if it is a constant."""
+        if name == "arange":
+            if args in ((self.samples,), (0, self.samples)):
+                self._counting.put(result, result._version)
+        elif name in RESHAPING and args:
+            if self._counts(args[0]) and result.shape[:1] == (self.samples,) and _keeps_rows(name, args, result):
+                self._counting.put(result, result._version)
         elif name in FILLED:
             self._filled.put(result, result._version)
 
@@ -74,13 +79,18 @@ class Routes:
         """Whether it was filled with a constant, and nothing was written into it since."""
         return bool(self._filled.get(tensor) == tensor._version)
 
+    def _counts(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and bool(self._counting.get(tensor) == tensor._version)
+
     def one_of_each(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether a part is taken of every sample, one after the other, as x[arange(N), lengths] does."""
+        """Whether parts are taken of every sample, one after the other.
+
+        As x[arange(N), lengths] does, or x[arange(N)[:, None], places]: no other index has more axes than the first.
+        """
         if name != "__getitem__" or self.layouts.get(args[0]) != 0 or not isinstance(args[1], tuple):
             return False
         first, *rest = args[1]
-        vectors = all(not isinstance(part, Tensor) or part.shape in ((), (self.samples,)) for part in rest)
-        return isinstance(first, Tensor) and bool(self._counting.get(first)) and vectors
+        return self._counts(first) and all(_axes(part) <= first.dim() for part in rest)
 
     def follow(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], *, blank: bool = False
@@ -207,6 +217,21 @@ def _indexed(index: Any, owners: Tensor, dims: int) -> Tensor | None:
         return None
     found: Tensor = owners[rows]
     return found if found.dim() else None
+
+
+def _keeps_rows(name: str, args: Sequence[Any], result: Tensor) -> bool:
+    """Whether what reshapes a tensor gives, on as long a first axis, the rows as they were."""
+    if name == "__getitem__":
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(part is None or part is Ellipsis or isinstance(part, slice) for part in parts)
+    return name not in ("expand", "repeat") or result.dim() == args[0].dim()
+
+
+def _axes(index: Any) -> int:
+    """How many axes one part of an index has itself."""
+    if isinstance(index, list):
+        return 1 + max(map(_axes, index), default=0)
+    return index.dim() if isinstance(index, Tensor) else 0
 
 
 def _masks(part: Any) -> bool:
