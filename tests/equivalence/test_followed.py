@@ -101,6 +101,33 @@ class PatchDropout(nn.Module):
         return torch.cat([self.token.expand(len(x), 1, 8), h[self.numbers(len(x)), kept]], 1)
 
 
+class Filter(nn.Module):
+    """GFNet's: a complex filter, held as pairs of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.first = parameter(6, 4, 8, 2), nn.Linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft2(self.first(x), dim=(1, 2)) * torch.view_as_complex(self.filter)
+        return torch.fft.irfft2(spectrum, s=(6, 6), dim=(1, 2))
+
+
+class Operator(nn.Module):
+    """A Fourier neural operator's: the lowest frequencies, mixed over the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = parameter(3, 4, 2, 2), parameter(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x)[..., :2]
+        weight = torch.view_as_complex(self.weight)
+        y = torch.zeros(len(x), 4, 4, dtype=spectrum.dtype)
+        y[..., :2] = torch.einsum("bik,iok->bok", spectrum, weight)
+        return torch.fft.irfft(y, n=6) + torch.view_as_real(y * self.scale).sum((-1, -2)).unsqueeze(-1)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a part with gaps": (HalfNormed, lambda: torch.randn(N, 3, 5, 5)),
     "windows": (WindowAttention, lambda: torch.randn(N, 4, 4, 3)),
@@ -109,6 +136,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "windows on the second axis": (Between, lambda: torch.randn(N, 8, 3)),
     "an ellipsis": (EllipsisAttention, lambda: torch.randn(N, 3, 4)),
     "an ellipsis over two axes": (EllipsisAttention, lambda: torch.randn(N, N, 3, 4)),
+    "a filter of frequencies": (Filter, lambda: torch.randn(N, 6, 6, 3)),
+    "an operator on frequencies": (Operator, lambda: torch.randn(N, 3, 6)),
     "patch dropout": (lambda: PatchDropout(lambda n: torch.arange(n)[:, None]), lambda: torch.randn(N, 6, 4)),
     "patch dropout, expanded": (
         lambda: PatchDropout(lambda n: torch.arange(n).view(-1, 1).expand(n, 3)),

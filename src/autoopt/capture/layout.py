@@ -25,7 +25,7 @@ MOVING = {  # along an axis, the argument of that number, or else this one
     "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1), "gather": (1, 0), "take_along_dim": (2, 0),
     "index_select": (1, 0), "flip": (1, 0), "roll": (2, 0),
 }  # fmt: skip
-DEEPER = {"", "one_hot", "embedding", "diag_embed", "view_as_real"}  # new axes are behind the others; "": a layer
+DEEPER = {"", "one_hot", "embedding", "diag_embed", "view_as_real", "view_as_complex"}  # behind the others; "": a layer
 WRITING = {
     "index_copy", "index_add", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "put",
 }  # fmt: skip

@@ -21,6 +21,11 @@ ELEMENTWISE = {
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
+def differentiable(tensor: Tensor) -> bool:
+    """Whether it is of a kind that has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def in_place(name: str) -> bool:
     """Whether a function of that name changes its first argument."""
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -179,7 +184,7 @@ def make_plan(call: Call) -> Plan | None:
     choices = sorted(itertools.chain.from_iterable(itertools.combinations(candidates, n) for n in range(4)), key=len)
     own, other = (dict(_values(call, changed)) for changed in (False, True))
     plain, spec = _plain(call, own)
-    if not any(isinstance(result, Tensor) and result.is_floating_point() for result in plain):
+    if not any(isinstance(result, Tensor) and differentiable(result) for result in plain):
         return Plan(free=True)
     if not all(isinstance(result, Tensor) for result in plain):
         return None
@@ -245,8 +250,8 @@ def _axis(part: Tensor, whole: Tensor, samples: int) -> int:
 
 
 def _same(result: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point():
+    if not differentiable(expected):
         return torch.equal(result, expected)
     scale = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
-    tolerance = TOLERANCE.get(expected.dtype, 0.0) * scale
+    tolerance = TOLERANCE.get(expected.dtype.to_real(), 0.0) * scale
     return torch.allclose(result, expected, rtol=0.0, atol=tolerance, equal_nan=True)

@@ -22,7 +22,7 @@ from autoopt.capture.layout import FOLDED, LOST, axis_of, carried, folded, folds
 from autoopt.capture.ledger import sources
 from autoopt.capture.marks import Made, Marks, tensors_in
 from autoopt.capture.routes import INTO, Routes
-from autoopt.capture.rowwise import Call, Plan, compact, in_front, in_place, make_plan, rows_of
+from autoopt.capture.rowwise import Call, Plan, compact, differentiable, in_front, in_place, make_plan, rows_of
 from autoopt.capture.site import Site
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class Watch(TorchFunctionMode):
         if owners is None or not scattered.rowwise(call, owners):
             return None
         # what has no gradient, as the places where the rows of an expert end, belongs to no sample
-        others = [t for i in call.layouts if (t := call.leaves[i]).is_floating_point()]
+        others = [t for i in call.layouts if differentiable(t := call.leaves[i])]
         same = all((other := self.routes.owner(t)) is not None and other.shape == owners.shape for t in others)
         return owners if same else None
 
