@@ -128,6 +128,33 @@ class Operator(nn.Module):
         return torch.fft.irfft(y, n=6) + torch.view_as_real(y * self.scale).sum((-1, -2)).unsqueeze(-1)
 
 
+class SpecialToken(nn.Module):
+    """Tokens of the samples, behind one that all have, from one table; and positions through a layer of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.table(torch.tensor([1])).expand(len(x), 1, 8)
+        h = self.mix(torch.cat([first, self.table(x)], 1).tanh())
+        return self.head(h + self.mix(torch.linspace(0, 1, 8, dtype=h.dtype).expand(x.shape[1] + 1, 8)))
+
+
+class SpecialRow(nn.Module):
+    """An expert that is given some rows of the samples, and one that is the same for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        mask = h.detach()[..., 0] > 0
+        rows = self.expert(h[mask])
+        return h + torch.zeros_like(h).masked_scatter(mask.unsqueeze(-1), rows) + self.expert(torch.ones(4).to(h))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a part with gaps": (HalfNormed, lambda: torch.randn(N, 3, 5, 5)),
     "windows": (WindowAttention, lambda: torch.randn(N, 4, 4, 3)),
@@ -138,6 +165,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "an ellipsis over two axes": (EllipsisAttention, lambda: torch.randn(N, N, 3, 4)),
     "a filter of frequencies": (Filter, lambda: torch.randn(N, 6, 6, 3)),
     "an operator on frequencies": (Operator, lambda: torch.randn(N, 3, 6)),
+    "tokens of the samples and one of all": (SpecialToken, lambda: torch.randint(20, (N, 4))),
+    "as many tokens as samples": (SpecialToken, lambda: torch.randint(20, (N, N))),
+    "as many tokens as samples, with the first": (SpecialToken, lambda: torch.randint(20, (N, N - 1))),
+    "rows of the samples and one of all": (SpecialRow, lambda: torch.randn(N, 6, 3)),
     "patch dropout": (lambda: PatchDropout(lambda n: torch.arange(n)[:, None]), lambda: torch.randn(N, 6, 4)),
     "patch dropout, expanded": (
         lambda: PatchDropout(lambda n: torch.arange(n).view(-1, 1).expand(n, 3)),

@@ -126,11 +126,12 @@ class Watch(TorchFunctionMode):
     def layer(self, site: Site, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer that has a rule of its own."""
         tensors = list(tensors_in((*args, *kwargs.values())))
-        if site.routed or any(map(self.routes.known, tensors)):
+        same = bool(tensors) and all(self.constant(tensor) and not self._alike(tensor) for tensor in tensors)
+        if (site.routed and (self.abandoned or not same)) or any(map(self.routes.known, tensors)):
             return self._routed_layer(site, *tensors)
         if self.abandoned:
             return run(*args, **kwargs)
-        if tensors and all(self.constant(tensor) and not self._alike(tensor) for tensor in tensors):
+        if same:
             # It sees the same for all samples, so what it gives is computed from parameters alone.
             self.needed = True
             self.events += 1
