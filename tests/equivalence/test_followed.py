@@ -155,6 +155,60 @@ class SpecialRow(nn.Module):
         return h + torch.zeros_like(h).masked_scatter(mask.unsqueeze(-1), rows) + self.expert(torch.ones(4).to(h))
 
 
+class OneByOne(nn.Module):
+    """A loop over the samples, in which each goes through layers and meets parameters by itself."""
+
+    def __init__(self, way: Callable[[OneByOne, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.layer, self.norm, self.way = nn.Linear(3, 4), nn.Linear(4, 4), nn.LayerNorm(4), way
+        self.inner, self.scale = parameter(4), parameter(4)
+
+    def one(self, h: Tensor) -> Tensor:
+        h = h + self.norm(self.layer(h).tanh() * self.inner)
+        return (h.reshape(-1, 4).T @ h.reshape(-1, 4)).softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, self.first(x)) * self.scale
+
+
+def by_number(model: OneByOne, h: Tensor) -> Tensor:
+    return torch.stack([model.one(h[i]) for i in range(len(h))])
+
+
+def by_iteration(model: OneByOne, h: Tensor) -> Tensor:
+    return torch.stack([model.one(one) for one in h], dim=0)
+
+
+def by_rows(model: OneByOne, h: Tensor) -> Tensor:
+    return torch.cat([model.one(h[i - len(h)]).unsqueeze(0) for i in range(len(h))])
+
+
+def by_writing(model: OneByOne, h: Tensor) -> Tensor:
+    y = torch.zeros(len(h), 4, 4).to(h)
+    for i in range(len(h)):
+        y[i] = model.one(h[i])
+    return y
+
+
+def backwards(model: OneByOne, h: Tensor) -> Tensor:
+    return torch.stack([model.one(one) for one in h][::-1])
+
+
+def backwards_by_writing(model: OneByOne, h: Tensor) -> Tensor:
+    y = torch.zeros(len(h), 4, 4).to(h)
+    for i in range(len(h)):
+        y[-1 - i] = model.one(h[i])
+    return y
+
+
+def neighbours(model: OneByOne, h: Tensor) -> Tensor:
+    return torch.stack([torch.lerp(h[i], h[i - 1], model.inner) for i in range(len(h))])
+
+
+def sums(model: OneByOne, h: Tensor) -> Tensor:
+    return torch.stack([h[i] + h[i - 1] for i in range(len(h))])
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a part with gaps": (HalfNormed, lambda: torch.randn(N, 3, 5, 5)),
     "windows": (WindowAttention, lambda: torch.randn(N, 4, 4, 3)),
@@ -169,6 +223,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "as many tokens as samples": (SpecialToken, lambda: torch.randint(20, (N, N))),
     "as many tokens as samples, with the first": (SpecialToken, lambda: torch.randint(20, (N, N - 1))),
     "rows of the samples and one of all": (SpecialRow, lambda: torch.randn(N, 6, 3)),
+    "one by one": (lambda: OneByOne(by_number), lambda: torch.randn(N, 3)),
+    "one by one, sequences": (lambda: OneByOne(by_number), lambda: torch.randn(N, 2, 3)),
+    "one by one, as long as the batch": (lambda: OneByOne(by_number), lambda: torch.randn(N, N, 3)),
+    "one by one, by iteration": (lambda: OneByOne(by_iteration), lambda: torch.randn(N, N, 3)),
+    "one by one, by rows": (lambda: OneByOne(by_rows), lambda: torch.randn(N, 2, 3)),
+    "one by one, by writing": (lambda: OneByOne(by_writing), lambda: torch.randn(N, 2, 3)),
     "patch dropout": (lambda: PatchDropout(lambda n: torch.arange(n)[:, None]), lambda: torch.randn(N, 6, 4)),
     "patch dropout, expanded": (
         lambda: PatchDropout(lambda n: torch.arange(n).view(-1, 1).expand(n, 3)),
@@ -200,6 +260,16 @@ def test_parts_of_samples_in_another_order_are_refused(
     optimizer = make(model, exact=True)
     with pytest.raises(RuntimeError, match=r"parameter 'token' .* is not known"):
         model(torch.randn(N, 6, 4))
+    optimizer.detach()
+
+
+@pytest.mark.parametrize("way", [backwards, backwards_by_writing, neighbours, sums])
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+def test_samples_that_meet_or_change_places_one_by_one_are_refused(make: Callable[..., Any], way: Any) -> None:
+    model = OneByOne(way)
+    optimizer = make(model, exact=True)
+    with pytest.raises(RuntimeError, match=r"parameter '(scale|inner)' .* is not known"):
+        model(torch.randn(N, 3))
     optimizer.detach()
 
 

@@ -2,7 +2,8 @@
 
 Each row belongs to one sample, but those of a sample lie apart. So a number is carried along for each row, that of its
 sample: the owners of a tensor, which have as many axes as there are leading ones of the tensor that number rows. Behind
-an operation that is not known to keep rows apart nothing is known any more.
+an operation that is not known to keep rows apart nothing is known any more. What is taken of one sample alone, as x[3]
+is, stays that sample's behind any operation.
 """
 
 import functools
@@ -26,6 +27,7 @@ FILLED = {  # holds nothing of what it is called on but the shape
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
 RESHAPING = {"__getitem__", "unsqueeze", "view", "reshape", "expand", "repeat", "to", "long"}
+JOINING = {"stack", "cat", "concat", "concatenate"}
 INTO = {"index_add", "index_copy", "index_add_", "index_copy_", "__setitem__"}  # rows are written into a tensor
 PRODUCTS = {"linear", "matmul", "mm", "bmm", "__matmul__", "_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
 KEEPING = {  # every row as it is given
@@ -45,24 +47,32 @@ class Routes:
 
     def __init__(self, layouts: Marks, samples: int) -> None:
         self.layouts, self.samples = layouts, samples
-        self._owners, self._counting, self._filled = Marks(), Marks(), Marks()
+        self._owners, self._singles, self._counting, self._filled = Marks(), Marks(), Marks(), Marks()
 
     def owner(self, tensor: Tensor) -> Tensor | None:
         """The sample of each row, where that is known."""
         if self.layouts.get(tensor) in (0, FOLDED):
             rows = torch.arange(tensor.shape[0], device=tensor.device)
             return rows // (tensor.shape[0] // self.samples)
+        if (single := self.single(tensor)) is not None:
+            return torch.full((), single, device=tensor.device)
         owners: Tensor | None = self._owners.get(tensor)
         return owners
 
+    def single(self, tensor: Tensor) -> int | None:
+        """The sample that all of a tensor is of, as of x[3], if there is one."""
+        number: int | None = self._singles.get(tensor)
+        return number
+
     def known(self, tensor: Tensor) -> bool:
         """Whether its rows were routed, and are known all the same."""
-        return self._owners.get(tensor) is not None
+        return self._owners.get(tensor) is not None or self.single(tensor) is not None
 
-    def lies(self, tensor: Tensor, layout: int, owners: Tensor | None = None) -> None:
+    def lies(self, tensor: Tensor, layout: int, owners: Tensor | None = None, single: int | None = None) -> None:
         """Note where the samples of a tensor are."""
         self.layouts.put(tensor, layout)
         self._owners.put(tensor, owners)
+        self._singles.put(tensor, single)
 
     def count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Note what a call gave, if its rows are 0, 1, ..., N - 1, or if it is a constant."""
@@ -82,28 +92,36 @@ class Routes:
     def _counts(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and bool(self._counting.get(tensor) == tensor._version)
 
-    def one_of_each(self, name: str, args: tuple[Any, ...]) -> bool:
+    def one_of_each(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether parts are taken of every sample, one after the other.
 
-        As x[arange(N), lengths] does, or x[arange(N)[:, None], places]: no other index has more axes than the first.
+        As x[arange(N), lengths] does, or x[arange(N)[:, None], places]: no other index has more axes than the first. Or
+        whether they are put together again, by torch.stack.
         """
+        if name in JOINING:
+            parts, dim = _argument(args, kwargs, 0, "tensors"), _argument(args, kwargs, 1, "dim", 0)
+            rows = name == "stack" or all(part.shape[:1] == (1,) for part in parts)
+            return rows and dim == 0 and [self.single(part) for part in parts] == list(range(self.samples))
         if name != "__getitem__" or self.layouts.get(args[0]) != 0 or not isinstance(args[1], tuple):
             return False
         first, *rest = args[1]
         return self._counts(first) and all(_axes(part) <= first.dim() for part in rest)
 
     def follow(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], *, blank: bool = False
-    ) -> None:
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sampled: Sequence[Tensor],
+        results: list[Tensor], *, blank: bool = False,
+    ) -> None:  # fmt: skip
         """Note the owners of what a call without parameters gave, where nothing else tells the samples apart.
 
-        `blank`: rows are written into a tensor that held no samples. Of others the layouts are still those of before.
+        `sampled`: what it took that holds samples. `blank`: rows are written into a tensor that held none; of others
+        the layouts are still those of before.
         """
 
         given = functools.partial(_argument, args, kwargs)
         found: Owners = [None] * len(results)
-        if name in ("cat", "concat", "concatenate"):
-            found = [joined([self.owner(part) for part in given(0, "tensors")], given(1, "dim", 0), *results)]
+        singles = self._single(name, args, sampled, len(results))
+        if name in JOINING and name != "stack":
+            found = [joined([self._rows(part) for part in given(0, "tensors")], given(1, "dim", 0), *results)]
         elif name in INTO:
             owners = self.owner(given(3, "source"))
             if owners is not None and given(1, "dim") == 0:
@@ -111,12 +129,45 @@ class Routes:
                 found = [put_back(given(2, "index"), owners, before, added=name.startswith("index_add"))]
         elif args and isinstance(args[0], Tensor):
             for tensor in tensors_in(args[:2]):
+                if self.single(tensor) is not None:  # and others are of other samples
+                    continue
                 owners = self.owner(tensor) if tensor is args[0] or (self.known(tensor) and keeps(name)) else None
                 if owners is not None:
                     found = route(name, (tensor, *args[1:]), kwargs, owners, results)
                     break
-        for tensor, owners in zip(results, found, strict=True):
-            self._owners.put(tensor, owners)
+        for tensor, owners, single in zip(results, found, singles, strict=True):
+            self._owners.put(tensor, owners if single is None else None)
+            self._singles.put(tensor, single)
+
+    def _single(self, name: str, args: tuple[Any, ...], sampled: Sequence[Tensor], results: int) -> list[int | None]:
+        """The sample that each of so many results is of."""
+        alone = {self.single(tensor) for tensor in sampled}
+        if len(alone) == 1 and alone != {None}:
+            return [*alone] * results
+        if (
+            self.samples > 1
+            and args
+            and len(sampled) == 1
+            and sampled[0] is args[0]
+            and (rows := self._fold(sampled[0]))
+        ):
+            length = len(sampled[0])
+            if name == "unbind" and args[1:] in ((), (0,)) and results == length:
+                return [row // rows for row in range(length)]
+            index = args[1] if name == "__getitem__" else args[2] if name == "select" and args[1:2] == (0,) else None
+            first = index[0] if isinstance(index, tuple) else index
+            if type(first) is int:
+                return [first % length // rows] * results
+        return [None] * results
+
+    def _fold(self, tensor: Tensor) -> int:
+        """How many rows of its first axis are one sample; 0 where they are on another."""
+        return tensor.shape[0] // self.samples if self.layouts.get(tensor) in (0, FOLDED) else 0
+
+    def _rows(self, tensor: Tensor) -> Tensor | None:
+        """The owner of each row."""
+        owners = self.owner(tensor)
+        return owners.expand(tensor.shape[:1]) if owners is not None and owners.dim() == 0 else owners
 
     def written(self, target: Tensor, index: Any, value: Tensor, *, blank: bool) -> None:
         """Samples were written into a tensor; `blank`: it held none."""
@@ -125,6 +176,8 @@ class Routes:
             owners = self.owner(value)
             known = None if owners is None else put_back(index, owners, self._before(target, owners, blank))
             self.lies(target, LOST, known)
+        elif type(first) is int and self.single(value) not in (None, first % len(target)):
+            self.lies(target, LOST)
         elif self.layouts.get(target) is None:
             self.layouts.put(target, 0 if target.shape[0] == self.samples else LOST)
 

@@ -87,10 +87,10 @@ class Watch(TorchFunctionMode):
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
         found = list(tensors_in((result,))) if sampled else []
         if found:
-            steady = self.routes.one_of_each(name, args)
+            steady = self.routes.one_of_each(name, args, kwargs)
             layouts = [0] if steady else follow(func, args, kwargs, sampled, found, self.samples)
             if LOST in layouts:
-                self.routes.follow(name, args, kwargs, found, blank=blank)
+                self.routes.follow(name, args, kwargs, [tensor for tensor, _ in sampled], found, blank=blank)
             for tensor, layout in zip(found, layouts, strict=True):
                 self.layouts.put(tensor, layout)
         return result
@@ -298,19 +298,24 @@ class Watch(TorchFunctionMode):
     def _routed(self, call: Call) -> Tensor | None:
         """The sample of each row, if it is rows that were routed that meet parameters."""
         rows = [call.leaves[i] for i, layout in call.layouts.items() if layout == LOST]
-        owners = next((self.routes.owner(tensor) for tensor in rows if self.routes.known(tensor)), None)
-        if owners is None or not scattered.rowwise(call, owners):
+        first = next((tensor for tensor in rows if self.routes.known(tensor)), None)
+        owners = None if first is None else self.routes.owner(first)
+        if first is None or owners is None or not scattered.rowwise(call, owners):
             return None
         # what has no gradient, as the places where the rows of an expert end, belongs to no sample
         others = [t for i in call.layouts if differentiable(t := call.leaves[i])]
         same = all((other := self.routes.owner(t)) is not None and other.shape == owners.shape for t in others)
-        return owners if same else None
+        single = self.routes.single(first)
+        return owners if same and all(self.routes.single(t) == single for t in others) else None
 
     def _by_owners(self, call: Call, owners: Tensor) -> Tensor:
         for i in call.derived:
             self._use(call.leaves[i])
         result = scattered.run(call, owners, self.ledger, self.sole)
         dims = max(call.leaves[i].dim() for i in call.layouts)
+        if owners.dim() == 0:
+            self.routes.lies(result, LOST, single=self.routes.single(call.leaves[min(call.layouts)]))
+            return result
         if result.shape[: owners.dim()] != owners.shape or (call.name != "__getitem__" and result.dim() != dims):
             self._refuse(call)  # rows were broadcast over something else
         self.routes.lies(result, LOST, owners)
