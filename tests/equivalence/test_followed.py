@@ -273,6 +273,22 @@ def test_samples_that_meet_or_change_places_one_by_one_are_refused(make: Callabl
     optimizer.detach()
 
 
+def test_tensors_from_inference_mode_are_followed() -> None:
+    """A frozen part's results, which know no versions."""
+
+    class Frozen(PatchDropout):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.view(x.shape).index_add(0, torch.arange(len(x)), torch.ones_like(x)) + x.clone())
+
+    model = Frozen(lambda n: torch.arange(n)[:, None])
+    optimizer = AutoSGD(model, exact=True)
+    with torch.inference_mode():
+        x = torch.randn(N, 6, 4)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.detach()
+
+
 def squares(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Σ_i c_i², each sample alone in a plain copy of the model."""
     plain = copy.deepcopy(model)

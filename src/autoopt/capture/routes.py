@@ -87,10 +87,10 @@ class Routes:
 
     def blank(self, tensor: Tensor) -> bool:
         """Whether it was filled with a constant, and nothing was written into it since."""
-        return bool(self._filled.get(tensor) == tensor._version)
+        return _unchanged(tensor, self._filled)
 
     def _counts(self, tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and bool(self._counting.get(tensor) == tensor._version)
+        return isinstance(tensor, Tensor) and _unchanged(tensor, self._counting)
 
     def one_of_each(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether parts are taken of every sample, one after the other.
@@ -184,6 +184,12 @@ class Routes:
     def _before(self, target: Tensor, owners: Tensor, blank: bool) -> Tensor | None:
         """The owners of what others are written into: nobody's, -1, if it is blank."""
         return owners.new_full(target.shape[:1], -1) if blank else self.owner(target)
+
+
+def _unchanged(tensor: Tensor, versions: Marks) -> bool:
+    """Whether a tensor is the one that was noted, as it was then."""
+    noted = versions.get(tensor)
+    return noted is not None and bool(noted == tensor._version)  # which tensors from inference mode do not have
 
 
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, key: str, default: Any = None) -> Any:

@@ -79,7 +79,7 @@ class Watch(TorchFunctionMode):
                 return self._meet(func, name, args, kwargs)
             again = functools.partial(self._meet, func, name, args, kwargs)
             return self._derive(name, tensors, func(*args, **kwargs), again)
-        blank = name in INTO and (self.constant(tensors[0]) or self.routes.blank(tensors[0]))  # before the call
+        blank = name in INTO and self._blank(args[0] if args else kwargs["input"])  # before the call
         result = func(*args, **kwargs)
         self.routes.count(name, args, result)
         if name == "__setitem__" and isinstance(args[2], Tensor) and self.layout(args[2]) is not None:
@@ -114,6 +114,10 @@ class Watch(TorchFunctionMode):
     def constant(self, tensor: Tensor) -> bool:
         """Whether the samples have no part in it."""
         return self.layout(tensor) is None
+
+    def _blank(self, tensor: Tensor) -> bool:
+        """Whether it holds nothing of the samples, even if it was made from some."""
+        return self.constant(tensor) or self.routes.blank(tensor)
 
     def sole(self, derived: Tensor) -> bool:
         """Whether the parameters that it was computed from have no other use in the backward pass that asks."""
