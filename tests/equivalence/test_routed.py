@@ -229,6 +229,30 @@ def of_two_axes(rows: Tensor) -> Tensor:
     return rows[order_of(rows)].view(2, -1, D)
 
 
+def added(rows: Tensor) -> Tensor:
+    """In two halves, to a tensor that is not empty any more for the second."""
+    order, half = order_of(rows), len(rows) // 2
+    y = torch.zeros_like(rows)
+    y.index_add_(0, order[:half], rows[:half])
+    return y.index_add_(0, order[half:], rows[half:])
+
+
+def added_to_others(rows: Tensor) -> Tensor:
+    """In place, so that whose the rows were before must be known before."""
+    return (rows * 1).index_add_(0, order_of(rows), rows)
+
+
+def added_to_mixed(rows: Tensor) -> Tensor:
+    """To sums over rows, which are nobody's."""
+    return rows[order_of(rows)].cumsum(0).index_add(0, order_of(rows), rows)
+
+
+def written_to_mixed(rows: Tensor) -> Tensor:
+    y = rows[order_of(rows)].cumsum(0)
+    y[HALF] = rows[HALF]
+    return y
+
+
 HALF = torch.arange(N * T // 2).flip(0)
 # (N * T, D) -> other rows, and whether it is known whose they are; else a parameter behind them is refused
 ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
@@ -236,6 +260,7 @@ ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "index_select": (lambda r: r.index_select(-2, order_of(r)), True),
     "index_copy": (lambda r: torch.zeros_like(r).index_copy(0, order_of(r), r), True),
     "index_add": (lambda r: r.new_zeros(r.shape).index_add(0, order_of(r), r), True),
+    "index_add in two halves": (added, True),
     "writing": (copied, True),
     "writing over": (overwritten, True),
     "a new axis": (lambda r: r[None, order_of(r)].squeeze(0), True),
@@ -255,6 +280,11 @@ ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "roll of all": (lambda r: r.roll(1), False),
     "softmax over rows": (lambda r: r[order_of(r)].softmax(0), False),
     "product": (lambda r: torch.eye(len(r), dtype=r.dtype)[order_of(r)] @ r, False),
+    "index_add of several to one": (lambda r: r.new_zeros(r.shape).index_add(0, order_of(r) // 2, r), False),
+    "index_add to others": (added_to_others, False),
+    "index_add to sums": (added_to_mixed, False),
+    "writing over sums": (written_to_mixed, False),
+    "index_reduce": (lambda r: torch.zeros_like(r).index_reduce(0, order_of(r), r, "amax"), False),
     "cumulated": (lambda r: r[order_of(r)].cumsum(0), False),
 }
 
@@ -396,6 +426,49 @@ class Checkpointed(nn.Module):
 
 def test_routes_are_followed_in_a_module_that_a_checkpoint_runs() -> None:
     assert_exact(Checkpointed().double(), losses(torch.randn(N, T, 3).double()), True, passes=2)
+
+
+class Pooled(nn.Module):
+    """Nodes of some graphs, a row each, summed over each graph."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, D), nn.Linear(D, 2) if layer else None
+        self.weight = None if layer else nn.Parameter(torch.randn(D, 2))
+
+    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
+        y = torch.zeros(4, D, dtype=x.dtype).index_add(0, graph, self.first(x).tanh())
+        return y @ self.weight if self.head is None else self.head(y)
+
+
+@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+def test_rows_of_several_samples_that_are_added_up_are_refused(make: Callable[..., Any], layer: bool) -> None:
+    model, graph = Pooled(layer).double(), torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3])
+    optimizer = make(model, exact=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'head'.* cannot be told|parameter 'weight'.* is not known"):
+            model(torch.randn(14, 3).double(), graph)
+    optimizer.detach()
+
+
+class Several(nn.Module):
+    """Two experts for each row, whose results are added to the row that they were made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert, self.scale = nn.Linear(3, D), nn.Linear(D, D), nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x).flatten(0, 1)
+        chosen = torch.arange(2 * len(rows)).roll(3) // 2
+        y = torch.zeros_like(rows).index_add(0, chosen, self.expert(rows[chosen]))
+        return (y * self.scale).view(len(x), -1)
+
+
+@both_moments
+def test_rows_of_one_sample_may_be_added_up(elementwise: bool) -> None:
+    assert_exact(Several().double(), losses(torch.randn(N, T, 3).double()), elementwise, passes=2)
 
 
 @pytest.mark.parametrize("options", [{}, {"exact": True}, {"rule": "paper"}, {"measure_every": 2}], ids=str)

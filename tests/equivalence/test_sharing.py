@@ -316,7 +316,7 @@ def test_uses_with_another_backward_pass_in_between() -> None:
 def test_rows_of_different_number_are_refused() -> None:
     layer = nn.Linear(D, D)
     capture = attach(layer)
-    with pytest.raises(RuntimeError, match=r"got 4 rows where '' got 5|got 5 rows where '' got 4"):
+    with pytest.raises(RuntimeError, match=r"got \d rows in one forward pass and \d in another"):
         (layer(torch.randn(5, D)).sum() + layer(torch.randn(4, D)).sum()).backward()
     capture.detach()
 

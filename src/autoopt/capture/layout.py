@@ -1,7 +1,8 @@
 """Where the samples lie in a tensor that was computed from a batch, followed from operation to operation.
 
 A layout is the axis that numbers the samples; FOLDED, where consecutive rows of the first axis are one sample (windows,
-heads); or LOST. Shapes alone cannot tell it when the batch is as large as another axis, so views are followed exactly.
+heads), or `folded(axis)`, where those of another one are; or LOST. Shapes alone cannot tell it when the batch is as
+large as another axis, so views are followed exactly.
 """
 
 import math
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-FOLDED, LOST = -1, -2
+FOLDED, LOST = -1, -2  # below them: folded on axis 1, 2, ...
 
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 VIEWS = {
@@ -24,9 +25,31 @@ MOVING = {  # along an axis, the argument of that number, or else this one
     "sort": (1, -1), "argsort": (1, -1), "topk": (2, -1), "gather": (1, 0), "take_along_dim": (2, 0),
     "index_select": (1, 0), "flip": (1, 0), "roll": (2, 0),
 }  # fmt: skip
-DEEPER = {"", "one_hot", "embedding", "diag_embed", "view_as_real"}  # new axes are behind the others; "": a layer
-WRITING = {"index_copy", "index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"}
+DEEPER = {"", "one_hot", "embedding", "diag_embed", "view_as_real", "view_as_complex"}  # behind the others; "": a layer
+WRITING = {
+    "index_copy", "index_add", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "put",
+}  # fmt: skip
 PRODUCTS = {"matmul", "mm", "bmm", "einsum", "__matmul__", "__rmatmul__", "linear", "cdist", "addmm", "baddbmm"}
+
+
+def folded(axis: int) -> int:
+    """The layout of a tensor in which consecutive rows of that axis are one sample."""
+    return FOLDED if axis == 0 else LOST - axis
+
+
+def folds(layout: int) -> bool:
+    """Whether a sample is several rows."""
+    return layout < 0 and layout != LOST
+
+
+def axis_of(layout: int) -> int:
+    """The axis that a layout, if it is not LOST, speaks of."""
+    return layout if layout >= 0 else 0 if layout == FOLDED else LOST - layout
+
+
+def moved(layout: int, place: int) -> int:
+    """The layout, where its axis came to another place."""
+    return LOST if place == LOST else folded(place) if folds(layout) else place
 
 
 def follow(
@@ -47,7 +70,8 @@ def follow(
         return [_summed(args[0], args[1:], sampled)]
     if name == "stack":
         new = kwargs.get("dim", args[1] if len(args) > 1 else 0) % results[0].dim()
-        places = {LOST if layout < 0 else layout + (new <= layout) for _, layout in sampled}
+        known = [(layout, axis_of(layout)) for _, layout in sampled]
+        places = {LOST if layout == LOST else moved(layout, axis + (new <= axis)) for layout, axis in known}
         return [places.pop() if len(places) == 1 else LOST]
     if name in VIEWS and sampled[0][0] is args[0] and sampled[0][1] != LOST and len(sampled) == 1:
         tensor, layout = sampled[0]
@@ -61,38 +85,59 @@ def follow(
 
 
 def _moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], sampled: Sequence[tuple[Tensor, int]]) -> bool:
-    """Whether rows may come to lie on the first axis in another order, or in other numbers."""
+    """Whether rows may come to lie on the axis of the samples in another order, or in other numbers."""
     if name == "embedding":
         return any(tensor is args[1] for tensor, _ in sampled)  # of a table that is made of samples
     layout = next((layout for tensor, layout in sampled if args and tensor is args[0]), LOST)
-    if layout not in (0, FOLDED):
+    if layout == LOST:
         return False
+    axis = axis_of(layout)
     if name in MOVING:
         place, default = MOVING[name]
         given = kwargs.get("dim", kwargs.get("dims", args[place:] or default))
-        return 0 in [dim % args[0].dim() for dim in tree_leaves(given) if type(dim) is int]
+        return axis in [dim % args[0].dim() for dim in tree_leaves(given) if type(dim) is int]
     if name != "__getitem__":
         return False
-    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-    first = next((part for part in parts if part is not None), None)
-    return isinstance(first, list) or (isinstance(first, Tensor) and first.dim() > 0)
+    part = _part(args[1] if isinstance(args[1], tuple) else (args[1],), axis, args[0].dim())
+    return isinstance(part, list) or (isinstance(part, Tensor) and part.dim() > 0)
+
+
+def _part(parts: Sequence[Any], axis: int, dims: int) -> Any:
+    """What an index into a tensor of so many dimensions says of an axis."""
+    taken = [
+        0 if part is None or part is Ellipsis else part.dim() if getattr(part, "dtype", None) == torch.bool else 1
+        for part in parts
+    ]
+    place = 0
+    for part, axes in zip(parts, taken, strict=True):
+        place += dims - sum(taken) if part is Ellipsis else axes
+        if axis < place:
+            return part
+    return None
 
 
 def _summed(equation: str, operands: Sequence[Any], sampled: Sequence[tuple[Tensor, int]]) -> int:
     """The layout of what torch.einsum gave: the letters tell."""
-    terms, _, result = equation.replace(" ", "").partition("->")
+    left, _, result = equation.replace(" ", "").partition("->")
     given = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     layouts = {id(tensor): layout for tensor, layout in sampled}
-    places = set()
-    for term, tensor in zip(terms.split(","), given, strict=True):
+    terms, places = left.split(","), set()
+    more = [tensor.dim() - len(term) + 3 if "." in term else 0 for term, tensor in zip(terms, given, strict=True)]
+    result = _spelled(result, max(more))
+    for term, tensor, axes in zip(terms, given, more, strict=True):
         layout = layouts.get(id(tensor))
         if layout is None:
             continue
-        if layout == LOST or "." in equation or "->" not in equation or term[max(layout, 0)] not in result:
+        term = _spelled(term, axes)
+        if layout == LOST or "->" not in equation or term[axis_of(layout)] not in result:
             return LOST
-        place = result.index(term[max(layout, 0)])
-        places.add(place if layout >= 0 else FOLDED if place == 0 else LOST)
+        places.add(moved(layout, result.index(term[axis_of(layout)])))
     return places.pop() if len(places) == 1 else LOST
+
+
+def _spelled(term: str, axes: int) -> str:
+    """A term with a letter for each axis that its ellipsis stands for: the last ones of two are the same."""
+    return term.replace("...", "".join(chr(0x3B1 + axis) for axis in reversed(range(axes))))
 
 
 def _viewed(
@@ -105,7 +150,7 @@ def _viewed(
     samples: int,
 ) -> list[int]:
     """A view of a tensor that steps along its sample axis alone shows where that axis went."""
-    axis = max(layout, 0)
+    axis = axis_of(layout)
     whole = all(result.numel() >= tensor.numel() for result in results)
     if whole and layout >= 0 and all(list(t.shape).count(samples) == 1 for t in (tensor, *results)):
         return [list(result.shape).index(samples) for result in results]
@@ -116,8 +161,7 @@ def _viewed(
         axes = [
             a for a in range(view.dim()) if view.stride(a) and view.shape[a] == result.shape[a] == tensor.shape[axis]
         ]
-        place = axes[0] if len(axes) == 1 else LOST
-        found.append(place if layout >= 0 or place == LOST else FOLDED if place == 0 else LOST)
+        found.append(moved(layout, axes[0] if len(axes) == 1 else LOST))
     return found
 
 
@@ -134,21 +178,18 @@ def _kept(name: str, tensor: Tensor, layout: int, result: Tensor, samples: int) 
         return LOST
     if name in RESHAPES:
         return _reshaped(tensor.shape, layout, result.shape, samples)
-    axis = max(layout, 0)
+    axis = axis_of(layout)
+    if layout < LOST and name in PRODUCTS and axis >= tensor.dim() - 2:  # it may be what is summed over
+        return LOST
     possible = {axis} if name in DEEPER else {axis, axis + result.dim() - tensor.dim()}  # broadcasting adds in front
     places = [p for p in possible if 0 <= p < result.dim() and result.shape[p] == tensor.shape[axis]]
-    if len(places) != 1:
-        return LOST
-    return places[0] if layout >= 0 else FOLDED if places[0] == 0 else LOST
+    return moved(layout, places[0] if len(places) == 1 else LOST)
 
 
 def _reshaped(before: torch.Size, layout: int, after: torch.Size, samples: int) -> int:
-    """Reshaping keeps the order of the elements, so a leading axis that is a multiple of N counts parts of samples."""
-    if layout <= 0:
-        if after[0] == samples:
-            return 0
-        return FOLDED if samples and after[0] % samples == 0 else LOST
-    for place in range(len(after)):
-        if after[place] == samples and math.prod(after[:place]) == math.prod(before[:layout]):
-            return place
+    """Reshaping keeps the order of the elements, so an axis that has as much before it counts parts of samples."""
+    outer = math.prod(before[: axis_of(layout)])
+    for place, length in enumerate(after):
+        if length and length % samples == 0 and math.prod(after[:place]) == outer:
+            return place if length == samples else folded(place)
     return LOST

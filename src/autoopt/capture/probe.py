@@ -270,20 +270,25 @@ def _moved(base: Seen, again: Seen, *changed: Seen) -> Moved:
 
 
 def _fitting(shapes: Sequence[torch.Size], moved: Sequence[Moved], samples: int) -> list[Layout]:
-    """The layouts by which rows of the first sample alone moved in the first change, of the last one in the second."""
+    """The layouts by which rows of the first sample alone moved in the first change, of the last one in the second.
+
+    A call in which nothing moved may be given the same for all samples: it need not fit beside others.
+    """
     fitting = []
-    for axis in set.intersection(*(set(call) for call in moved)):
-        lengths = [shape[axis] for shape in shapes]
-        if any(length % samples for length in lengths):
+    calls = list(zip(shapes, moved, strict=True))
+    told = [(shape, call) for shape, call in calls if any(map(any, call.values()))] or calls
+    for axis in set.intersection(*(set(call) for _, call in told)):
+        if any(shape[axis] % samples for shape, _ in told):
             continue
+        longest = max(shape[axis] for shape, call in calls if axis in call and shape[axis] % samples == 0)
         for strided in (False, True):
             owners = [
-                ({_owner(row, length, samples, strided) for row in rows}, changed)
-                for length, call in zip(lengths, moved, strict=True)
+                ({_owner(row, shape[axis], samples, strided) for row in rows}, changed)
+                for shape, call in told
                 for rows, changed in zip(call[axis], (0, samples - 1), strict=True)
             ]
             if all(found <= {changed} for found, changed in owners):
-                fitting.append(Layout(axis, max(lengths) // samples, strided))
+                fitting.append(Layout(axis, longest // samples, strided))
     return sorted(fitting, key=lambda layout: (layout.fold, layout.axis, layout.strided))
 
 

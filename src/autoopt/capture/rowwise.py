@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from autoopt.capture.layout import FOLDED, LOST
+from autoopt.capture.layout import FOLDED, LOST, axis_of, folded, folds
 
 ELEMENTWISE = {
     "add", "sub", "mul", "div", "true_divide", "pow", "where", "maximum", "minimum", "lerp", "addcmul", "addcdiv",
 }  # fmt: skip
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Whether it is of a kind that has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def in_place(name: str) -> bool:
@@ -143,10 +148,23 @@ def in_front(tensor: Tensor, layout: int, samples: int) -> Tensor:
     """(samples, *a tensor of the same dimensions that holds one of them)."""
     if samples == 1:
         return tensor.unsqueeze(0)
-    if layout == FOLDED:
-        folded: Tensor = tensor.unflatten(0, (samples, -1))
-        return folded
+    if folds(layout):
+        axis = axis_of(layout)
+        parts: Tensor = tensor.unflatten(axis, (samples, -1))
+        return parts.movedim(axis, 0)
     return tensor.movedim(layout, 0).unsqueeze(layout + 1) if layout else tensor.unsqueeze(1)
+
+
+def compact(call: Call, tensor: Tensor) -> Tensor:
+    """A part of a larger tensor as it was when the plan was made: vmap has functions that take none with gaps."""
+    if call.in_place or call.name in ELEMENTWISE:
+        return tensor
+    size = 1
+    for stride, length in sorted((st, n) for st, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != size:
+            return tensor.clone()
+        size *= length
+    return tensor
 
 
 def rows_of(tensor: Tensor, samples: int) -> int:
@@ -166,7 +184,7 @@ def make_plan(call: Call) -> Plan | None:
     choices = sorted(itertools.chain.from_iterable(itertools.combinations(candidates, n) for n in range(4)), key=len)
     own, other = (dict(_values(call, changed)) for changed in (False, True))
     plain, spec = _plain(call, own)
-    if not any(isinstance(result, Tensor) and result.is_floating_point() for result in plain):
+    if not any(isinstance(result, Tensor) and differentiable(result) for result in plain):
         return Plan(free=True)
     if not all(isinstance(result, Tensor) for result in plain):
         return None
@@ -214,7 +232,7 @@ def _placed(plan: Plan, call: Call, tensors: dict[int, Tensor], expected: list[T
     if LOST in axes:
         return None
     kept = [part.shape[1 + axis] == 1 or call.samples == 1 for part, axis in zip(parts, axes, strict=True)]
-    layouts = [axis if whole else FOLDED if axis == 0 else LOST for axis, whole in zip(axes, kept, strict=True)]
+    layouts = [axis if whole else folded(axis) for axis, whole in zip(axes, kept, strict=True)]
     placed = replace(plan, axes=axes, layouts=tuple(layouts))
     together = zip(placed.results(call, parts), expected, strict=True)
     return placed if all(_same(result, whole) for result, whole in together) else None
@@ -232,8 +250,8 @@ def _axis(part: Tensor, whole: Tensor, samples: int) -> int:
 
 
 def _same(result: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point():
+    if not differentiable(expected):
         return torch.equal(result, expected)
     scale = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
-    tolerance = TOLERANCE.get(expected.dtype, 0.0) * scale
+    tolerance = TOLERANCE.get(expected.dtype.to_real(), 0.0) * scale
     return torch.allclose(result, expected, rtol=0.0, atol=tolerance, equal_nan=True)

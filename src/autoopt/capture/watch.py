@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from autoopt.capture import ruled, scattered
 from autoopt.capture.copies import Copies, Rows
-from autoopt.capture.layout import FOLDED, LOST, carried, follow
+from autoopt.capture.layout import FOLDED, LOST, axis_of, carried, folded, folds, follow
 from autoopt.capture.ledger import sources
 from autoopt.capture.marks import Made, Marks, tensors_in
-from autoopt.capture.routes import Routes
-from autoopt.capture.rowwise import Call, Plan, in_front, in_place, make_plan, rows_of
+from autoopt.capture.routes import INTO, Routes
+from autoopt.capture.rowwise import Call, Plan, compact, differentiable, in_front, in_place, make_plan, rows_of
 from autoopt.capture.site import Site
 
 if TYPE_CHECKING:
@@ -80,19 +80,20 @@ class Watch(TorchFunctionMode):
                 return self._meet(func, name, args, kwargs)
             again = functools.partial(self._meet, func, name, args, kwargs)
             return self._derive(name, tensors, func(*args, **kwargs), again)
+        blank = name in INTO and self._blank(args[0] if args else kwargs["input"])  # before the call
         result = func(*args, **kwargs)
         self.routes.count(name, args, result)
         if name == "__setitem__" and isinstance(args[2], Tensor) and self.layout(args[2]) is not None:
-            self.routes.written(*args)
+            self.routes.written(*args, blank=blank)
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
         found = list(tensors_in((result,))) if sampled else []
         if found:
-            steady = self.routes.one_of_each(name, args)
+            steady = self.routes.one_of_each(name, args, kwargs)
             layouts = [0] if steady else follow(func, args, kwargs, sampled, found, self.samples)
+            if LOST in layouts:
+                self.routes.follow(name, args, kwargs, [tensor for tensor, _ in sampled], found, blank=blank)
             for tensor, layout in zip(found, layouts, strict=True):
                 self.layouts.put(tensor, layout)
-            if LOST in layouts:
-                self.routes.follow(name, args, kwargs, found)
         return result
 
     # What is known of a tensor.
@@ -115,6 +116,10 @@ class Watch(TorchFunctionMode):
         """Whether the samples have no part in it."""
         return self.layout(tensor) is None
 
+    def _blank(self, tensor: Tensor) -> bool:
+        """Whether it holds nothing of the samples, even if it was made from some."""
+        return self.constant(tensor) or self.routes.blank(tensor)
+
     def sole(self, derived: Tensor) -> bool:
         """Whether the parameters that it was computed from have no other use in the backward pass that asks."""
         origins = [parameter for parameter in sources(derived) if parameter in self.ledger.names]
@@ -127,11 +132,13 @@ class Watch(TorchFunctionMode):
         """Run a layer that has a rule of its own."""
         tensors = list(tensors_in((*args, *kwargs.values())))
         packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
-        if not packed and (site.routed or any(map(self.routes.known, tensors))):
+        same = bool(tensors) and all(self.constant(tensor) and not self._alike(tensor) for tensor in tensors)
+        routed = (site.routed and (self.abandoned or not same)) or any(map(self.routes.known, tensors))
+        if routed and not packed:
             return self._routed_layer(site, *tensors)
         if self.abandoned:
             return run(*args, **kwargs)
-        if tensors and all(self.constant(tensor) and not self._alike(tensor) for tensor in tensors):
+        if same:
             # It sees the same for all samples, so what it gives is computed from parameters alone.
             self.needed = True
             self.events += 1
@@ -175,7 +182,8 @@ class Watch(TorchFunctionMode):
         self.events += 1
         if own is None:
             self.bare.placed.add(site)
-            site.axis, site.fold = max(layout, 0), tensor.shape[0] // self.samples if layout == FOLDED else 1
+            site.axis = axis_of(layout)
+            site.fold = tensor.shape[site.axis] // self.samples if folds(layout) else 1
             self.needed |= layout != 0
             return layout
         # The first axis of what the module was called with is not the batch.
@@ -317,19 +325,24 @@ class Watch(TorchFunctionMode):
     def _routed(self, call: Call) -> Tensor | None:
         """The sample of each row, if it is rows that were routed that meet parameters."""
         rows = [call.leaves[i] for i, layout in call.layouts.items() if layout == LOST]
-        owners = next((self.routes.owner(tensor) for tensor in rows if self.routes.known(tensor)), None)
-        if owners is None or not scattered.rowwise(call, owners):
+        first = next((tensor for tensor in rows if self.routes.known(tensor)), None)
+        owners = None if first is None else self.routes.owner(first)
+        if first is None or owners is None or not scattered.rowwise(call, owners):
             return None
         # what has no gradient, as the places where the rows of an expert end, belongs to no sample
-        others = [t for i in call.layouts if (t := call.leaves[i]).is_floating_point()]
+        others = [t for i in call.layouts if differentiable(t := call.leaves[i])]
         same = all((other := self.routes.owner(t)) is not None and other.shape == owners.shape for t in others)
-        return owners if same else None
+        single = self.routes.single(first)
+        return owners if same and all(self.routes.single(t) == single for t in others) else None
 
     def _by_owners(self, call: Call, owners: Tensor) -> Tensor:
         for i in call.derived:
             self._use(call.leaves[i])
         result = scattered.run(call, owners, self.ledger, self.sole)
         dims = max(call.leaves[i].dim() for i in call.layouts)
+        if owners.dim() == 0:
+            self.routes.lies(result, LOST, single=self.routes.single(call.leaves[min(call.layouts)]))
+            return result
         if result.shape[: owners.dim()] != owners.shape or (call.name != "__getitem__" and result.dim() != dims):
             self._refuse(call)  # rows were broadcast over something else
         self.routes.lies(result, LOST, owners)
@@ -370,7 +383,7 @@ class Watch(TorchFunctionMode):
             if i in call.derived:
                 values[i] = self._by_row(leaf) if i in plan.by_row else self._copies(leaf)
             elif i in call.layouts or i in plan.by_row:
-                values[i] = in_front(leaf, call.layouts.get(i, FOLDED), call.samples)
+                values[i] = in_front(compact(call, leaf), call.layouts.get(i, FOLDED), call.samples)
         parts = plan.run(call, values)
         if call.in_place:
             results, given = [call.leaves[0]], None if call.name == "__setitem__" else call.leaves[0]
@@ -441,4 +454,4 @@ def _knows(site: Site) -> bool:
 def _seen(site: Site, tensor: Tensor, samples: int) -> int:
     """Where a layer was seen to have the samples when one of them was changed."""
     single = not site.folded or tensor.shape[site.axis] == samples
-    return site.axis if single else LOST if site.axis or site.strided else FOLDED
+    return site.axis if single else LOST if site.strided else folded(site.axis)
