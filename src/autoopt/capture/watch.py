@@ -39,7 +39,7 @@ class Watch(TorchFunctionMode):
 
     Args:
         bare: whose modules are watched.
-        inputs: the tensors that the module was called with.
+        inputs: the tensors that the module was called with, but those that all samples share.
         module: the name of the module, for errors.
         axis: that of the samples in the inputs. Inputs that have as many rows on the other one of the first two axes
             have them there; all others hold none.
