@@ -273,7 +273,7 @@ RETURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "expand_as": lambda p, mean: p.expand_as(mean),
     "then-tanh": lambda p, mean: torch.tanh(p.expand(len(mean), 2)) * 2,
     "repeat": lambda p, mean: p.exp().repeat(len(mean), 1).log().clamp(-3, 3),
-    "zeros": lambda p, mean: p + torch.zeros(len(mean), 1, dtype=p.dtype),
+    "ones_like": lambda p, mean: p * torch.ones_like(mean),
 }
 
 
@@ -294,7 +294,15 @@ def test_a_parameter_that_is_returned_for_each_sample(
 
 @pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
 @pytest.mark.parametrize("samples", [2, 5])
-@pytest.mark.parametrize("returned", [lambda p, _: p, lambda p, _: p.exp().log()], ids=["itself", "computed"])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda p, _: p,
+        lambda p, _: p.exp().log(),
+        lambda p, mean: torch.ones(2, 1, dtype=p.dtype) * p if len(mean) == 2 else p,
+    ],
+    ids=["itself", "computed", "table"],
+)
 def test_a_parameter_that_is_returned_as_it_is_has_no_statistics(
     returned: Callable[[Tensor, Tensor], Tensor], samples: int, make: type[Any]
 ) -> None:

@@ -14,7 +14,7 @@ class Made:
 
     alike: bool  # its rows are copies of one, one for each sample
     again: Callable[[], Any] | None = None  # computes it with samples in place of what has a row for each
-    apart: bool = False  # it has a row for each sample, but cannot be computed again, as it was drawn at random
+    sure: bool = False  # it has a row for each sample, and not only as many rows
     used: bool = False  # it met samples
 
 

@@ -240,19 +240,17 @@ class Watch(TorchFunctionMode):
         """
         if not isinstance(value, Tensor) or not torch.is_grad_enabled() or not self._by_sample(value):
             return value
-        if value.dim() == 0 or value.shape[0] != self.samples:
-            return value
         made: Made = self.made.get(value)
-        if not made.alike and not made.apart and self._again(value) is None:
+        if made.again is not None and not made.alike and self._again(value) is None:
             return value
         value = self._by_row(value).squeeze(1)
         self.layouts.put(value, 0)
         return value
 
     def _by_sample(self, tensor: Tensor) -> bool:
-        """Whether it is known to be computed from parameters alone with a row, or several, for each sample."""
-        made = self.made.get(tensor)
-        return made is not None and (made.alike or made.apart or made.again is not None)
+        """Whether it is known to be computed from parameters alone with a row for each sample."""
+        made: Made | None = self.made.get(tensor)
+        return made is not None and made.sure
 
     def _again(self, derived: Tensor) -> Tensor | None:
         """It, computed with samples, if their rows belonged to them already where it was."""
@@ -276,19 +274,20 @@ class Watch(TorchFunctionMode):
                 alike = (name in UNCHANGED and origin is not None and origin.alike) or (
                     spread and tensor.shape[0] == self.samples
                 )
-                apart = _random(name) and tensor.shape[:1] == (self.samples,) and any(map(self._by_sample, tensors))
-                self.made.put(tensor, Made(alike, None if changed else again, apart and not changed))
+                sure = not changed and tensor.shape[:1] == (self.samples,) and any(map(self._by_sample, tensors))
+                self.made.put(tensor, Made(alike, None if changed else again, alike or sure))
         return result
 
     def _as_samples(
         self, name: str, tensors: list[Tensor], call: Callable[[Any, Any], Any], args: Any, kwargs: Any
     ) -> Callable[[], Any] | None:
-        """The call with samples in place of what has a row for each: constants of as many, and what is known to.
+        """The call with samples in place of what has a row for each, or else of constants that have as many.
 
         None if there are none such, or if it would draw other random numbers.
         """
-        rows = [t for t in tensors if not self.derived(t) and rows_of(t, self.samples)]
-        if _random(name) or not (rows or any(map(self._by_sample, tensors))):
+        sure = any(map(self._by_sample, tensors))
+        rows = [] if sure else [t for t in tensors if not self.derived(t) and rows_of(t, self.samples)]
+        if _random(name) or not (rows or sure):
             return None
         versions = [tensor._version for tensor in tensors]
 
