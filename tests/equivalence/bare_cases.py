@@ -158,6 +158,31 @@ class Queries(nn.Module):
         return F.scaled_dot_product_attention(q, x, x)
 
 
+class PlaceTokens(nn.Module):
+    """A token for each place, the same for all samples: a layer sees as many rows as there are places."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.token, self.layer, self.places = parameter(1, 4), nn.Linear(4, 4), places
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tanh(self.layer(self.token.expand(self.places, 4)))
+
+
+class DeepQueries(nn.Module):
+    """Several layers, with dropout in between, before the queries meet the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.layers = parameter(5, 4), nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.queries.expand(len(x), -1, -1)
+        for layer in self.layers:
+            q = q + F.dropout(torch.tanh(layer(q)), 0.3)
+        return q * x
+
+
 class Einsum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -371,6 +396,9 @@ CASES = [
     Case("mask-token-mixed", MaskTokenMixed, (3, 4), kind="mask"),
     Case("prompt", Prompt, (3, 4)),
     Case("queries", Queries, (5, 4)),
+    Case("place-tokens", lambda: PlaceTokens(3), (3, 4)),
+    Case("place-tokens-as-many-samples-as-places", lambda: PlaceTokens(5), (5, 4)),
+    Case("deep-queries", DeepQueries, (5, 4)),
     Case("einsum", Einsum, (3, 4)),
     Case("used-twice", Twice, (4,)),
     Case("used-twice-square", Twice, (4,), samples=4),

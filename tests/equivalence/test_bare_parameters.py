@@ -247,6 +247,92 @@ def test_samples_on_the_second_axis(samples: int) -> None:
     assert_exact(capture, {name: single for name, single in c.items() if name != "mix.in_proj_bias"})
 
 
+# What forward returns.
+
+
+class Policy(nn.Module):
+    """A mean, and a logarithm of the deviation that is a parameter."""
+
+    def __init__(self, returned: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mean, self.log_std, self.returned = nn.Linear(4, 2), parameter(2), returned
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean: Tensor = self.mean(x)
+        return mean, self.returned(self.log_std, mean)
+
+
+def likelihood(model: nn.Module, x: Tensor) -> Tensor:
+    """Of each sample."""
+    mean, log_std = model(x)
+    result: Tensor = ((mean - 1).square() * torch.exp(-log_std) + log_std).sum(1)
+    return result
+
+
+RETURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "expand_as": lambda p, mean: p.expand_as(mean),
+    "then-tanh": lambda p, mean: torch.tanh(p.expand(len(mean), 2)) * 2,
+    "repeat": lambda p, mean: p.exp().repeat(len(mean), 1).log().clamp(-3, 3),
+    "ones_like": lambda p, mean: p * torch.ones_like(mean),
+}
+
+
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+@pytest.mark.parametrize("samples", [2, 5])
+@pytest.mark.parametrize("returned", RETURNED.values(), ids=RETURNED.keys())
+def test_a_parameter_that_is_returned_for_each_sample(
+    returned: Callable[[Tensor, Tensor], Tensor], samples: int, make: type[Any]
+) -> None:
+    model = Policy(returned).double()
+    x = torch.randn(samples, 4, dtype=torch.float64)
+    named = dict(model.named_parameters())
+    single = [torch.autograd.grad(loss, list(named.values()), retain_graph=True) for loss in likelihood(model, x)]
+    optimizer = make(model, exact=True)
+    likelihood(model, x).sum().backward()
+    assert_exact(optimizer._now.source, dict(zip(named, map(torch.stack, zip(*single, strict=True)), strict=True)))
+
+
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+@pytest.mark.parametrize("samples", [2, 5])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda p, _: p,
+        lambda p, _: p.exp().log(),
+        lambda p, mean: torch.ones(2, 1, dtype=p.dtype) * p if len(mean) == 2 else p,
+    ],
+    ids=["itself", "computed", "table"],
+)
+def test_a_parameter_that_is_returned_as_it_is_has_no_statistics(
+    returned: Callable[[Tensor, Tensor], Tensor], samples: int, make: type[Any]
+) -> None:
+    """Also where it is as long as the batch."""
+    model = Policy(returned).double()
+    optimizer = make(model, exact=True)
+    likelihood(model, torch.randn(samples, 4, dtype=torch.float64)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'log_std' has a gradient but no statistics.*expand_as.*spread='passes'"):
+        optimizer.step()
+
+
+def test_a_state_as_deep_as_the_batch_has_no_statistics() -> None:
+    """The first axis of a learned state numbers the layers, however many samples there are."""
+
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state, self.recur = parameter(2, 1, 4), nn.GRU(3, 4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.recur(x, self.state.expand(-1, len(x), -1).contiguous())[0]
+            return result
+
+    model = Learned().double()
+    optimizer = AutoSGD(model)
+    model(torch.randn(2, 6, 3, dtype=torch.float64)).square().sum().backward()
+    with pytest.raises(RuntimeError, match="'state' has a gradient but no statistics"):
+        optimizer.step()
+
+
 # torch.compile.
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autoopt import AutoAdam, AutoSGD
 from autoopt.capture import Capture
 from equivalence.axes import (
     Attention,
@@ -128,6 +129,111 @@ def test_frames_in_batch_statistics_are_exact() -> None:
     capture = attach(model)
     F.cross_entropy(model(x), y).backward()
     assert_moments(capture, expected)
+
+
+# Inputs that all samples share.
+
+
+class Places(nn.Module):
+    """Features of (batch, places, 3) and coordinates of the places, the same for all samples."""
+
+    def __init__(self, pools: bool = False) -> None:
+        super().__init__()
+        self.place, self.feature, self.head, self.pools = nn.Linear(2, E), nn.Linear(3, E), nn.Linear(E, 2), pools
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        h = torch.tanh(self.feature(x) + self.place(places))
+        result: Tensor = self.head(h.mean(1) if self.pools else h)
+        return result
+
+
+class PlacesFirst(Places):
+    def forward(self, places: Tensor, x: Tensor) -> Tensor:
+        return super().forward(x, places)
+
+
+class Weighted(nn.Module):
+    """A weight for each time step comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, weights: Tensor, x: Tensor) -> Tensor:
+        return (self.layer(x) * weights[:, None]).sum(1)
+
+
+class Remembered(nn.Module):
+    """Two inputs of samples, and a memory that all of them attend to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.memory, self.head = (
+            nn.Linear(3, E), nn.Linear(2, E), nn.Linear(6, E), nn.Linear(E, 2),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, z: Tensor, memory: Tensor) -> Tensor:
+        keys = self.memory(memory)
+        h = torch.tanh(self.first(x) + self.second(z))
+        result: Tensor = self.head(torch.softmax(h @ keys.T, -1) @ keys)
+        return result
+
+
+def by_sample(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    result: Tensor = model(*inputs).square().flatten(1).sum(1)
+    return result
+
+
+def assert_optimizer(optimizer: Any, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Its statistics of a pass against a backward pass for each sample."""
+    plain = copy.deepcopy(model)
+    named = dict(plain.named_parameters())
+    losses = by_sample(plain, inputs)
+    single = [torch.autograd.grad(loss, list(named.values()), retain_graph=True) for loss in losses]
+    optimizer.zero_grad()
+    by_sample(model, inputs).sum().backward()
+    source = optimizer._now.source
+    for name, c in zip(named, map(torch.stack, zip(*single, strict=True)), strict=True):
+        square, found = c.square().sum(0), source.second_moment(name)
+        expected = square if found.shape == square.shape else square.sum()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+        assert source.samples(name) == len(losses)
+    source.clear()
+
+
+SHARED: list[tuple[str, Callable[[], nn.Module], Callable[[int, int], tuple[Tensor, ...]]]] = [
+    ("places", Places, lambda b, t: (torch.randn(b, t, 3), torch.randn(t, 2))),
+    ("places-pooled", lambda: Places(pools=True), lambda b, t: (torch.randn(b, t, 3), torch.randn(t, 2))),
+    ("places-first", lambda: PlacesFirst(pools=True), lambda b, t: (torch.randn(t, 2), torch.randn(b, t, 3))),
+    ("weights", Weighted, lambda b, t: (torch.randn(t), torch.randn(b, t, 3))),
+    ("memory", Remembered, lambda b, t: (torch.randn(b, 9, 3), torch.randn(b, 9, 2), torch.randn(t, 6))),
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [AutoSGD, AutoAdam])
+@pytest.mark.parametrize("sizes", [((5, 5), (4, 7), (7, 7)), ((5, 7), (7, 7), (5, 5))], ids=["square", "later"])
+@pytest.mark.parametrize(("model_of", "inputs"), [case[1:] for case in SHARED], ids=[case[0] for case in SHARED])
+def test_an_input_that_all_samples_share(
+    model_of: Callable[[], nn.Module],
+    inputs: Callable[[int, int], tuple[Tensor, ...]],
+    sizes: tuple[tuple[int, int], ...],
+    kind: type[Any],
+) -> None:
+    """It may be as long as the batch, when the model is probed or later."""
+    model = model_of().double()
+    optimizer = kind(model, exact=True)
+    for b, t in sizes:
+        assert_optimizer(optimizer, model, tuple(x.double() for x in inputs(b, t)))
+
+
+@pytest.mark.parametrize("places", [5, 7])
+def test_if_the_first_input_may_be_shared_it_is_a_doubt(places: int) -> None:
+    """Nothing mixes the samples, nor the places."""
+    model = PlacesFirst()
+    attach(model)
+    with pytest.warns(UserWarning, match="samples, on axis 1 of its input of shape .* make it the first input"):
+        model(torch.randn(places, 2), torch.randn(5, places, 3))
 
 
 # When the probe runs.

@@ -213,6 +213,87 @@ def test_it_is_a_doubt_if_the_other_axis_might_be_the_batch() -> None:
     assert "'before'" not in result.doubt
 
 
+class Towers(nn.Module):
+    """CLIP's: samples of both inputs meet in a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(3, E), nn.Linear(2, E)
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = (h.mean(1) if h.dim() == 3 else h for h in (self.image(image).tanh(), self.text(text).tanh()))
+        return a @ b.T, b @ a.T
+
+
+@pytest.mark.parametrize(
+    ("image", "text"),
+    [((5, 3), (5, 2)), ((5, 5, 3), (5, 2)), ((5, 7, 3), (5, 7, 2)), ((5, 3), (5, 5, 2)), ((5, 5, 3), (5, 5, 2))],
+)
+def test_both_inputs_of_two_towers_are_samples(image: tuple[int, ...], text: tuple[int, ...]) -> None:
+    result = found(Towers(), torch.randn(image), torch.randn(text))
+    assert set(result.layouts.values()) == {FIRST}
+    assert (result.axis, result.shared, result.doubt) == (0, frozenset(), None)
+
+
+class Sums(nn.Module):
+    """All samples add what was made of all rows of the other input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, E), nn.Linear(3, E)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = self.one(x) + self.other(y).sum(0)
+        return result
+
+
+def test_it_is_a_doubt_if_an_input_as_long_as_the_batch_may_be_shared() -> None:
+    result = found(Sums(), torch.randn(B, 3), torch.randn(B, 3))
+    assert result.doubt is not None
+    assert "shared by all samples" in result.doubt
+
+
+def test_time_may_be_mixed_in_a_later_input_alone() -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.mix, self.head = nn.Linear(3, E), nn.GRU(2, E), nn.Linear(E, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            result: Tensor = self.head(self.one(x) + self.mix(y)[0])
+            return result
+
+    result = found(Later(), torch.randn(T, B, 3), torch.randn(T, B, 2))
+    assert set(result.layouts.values()) == {SECOND}
+    assert (result.axis, result.shared, result.doubt) == (1, frozenset(), None)
+
+
+def test_ranks_ask_alike() -> None:
+    """One that has nothing to ask runs as often as one that has."""
+    runs, said = [], []
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place, self.feature = nn.Linear(2, E), nn.Linear(3, E)
+
+        def forward(self, x: Tensor, places: Tensor) -> Tensor:
+            runs[-1] += 1
+            result: Tensor = self.feature(x) + self.place(places)
+            return result
+
+    def tell(mine: bool) -> bool:
+        said.append(mine)
+        return mine
+
+    for samples, agree in ((5, tell), (4, lambda _: said.pop(0))):
+        model = Counted()
+        runs.append(0)
+        probe(model, (torch.randn(samples, 5, 3), torch.randn(5, 2)), {}, covered(model), agree)
+    assert runs[0] == runs[1] > 8
+    assert not said
+
+
 class Experts(nn.Module):
     """Each position goes to one of two experts."""
 

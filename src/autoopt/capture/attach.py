@@ -45,6 +45,7 @@ class Capture(Source):
         self.bare = Bare(model, self.ledger, self.sites)
         self.current.entrance = Entrance(model, self.sites, self.current)
         self.bare.axis_of = self.current.entrance.axis
+        self.bare.sampled_of = self.current.entrance.sampled
         self.current.entrance.under = self.bare.run
         self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
         self._compiled = Compiled()

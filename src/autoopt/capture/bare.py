@@ -49,6 +49,9 @@ class Bare:
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
         self.placed: set[Site] = set()  # layers that were told where their samples are
         self.axis_of: Callable[[nn.Module], int] = lambda module: 0  # that of the samples in a module's inputs
+        self.sampled_of: Callable[[nn.Module, Any, Any], list[Tensor]] = lambda module, args, kwargs: [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        ]  # those of its inputs that may hold samples
         self._holders: dict[str, Site] = {}  # name of a parameter -> a layer that has it
         self._known = 0  # sites when that was made
         self._opened: dict[int, int] = {}  # backward passes before -> forward passes since
@@ -105,7 +108,7 @@ class Bare:
         kind = kind_of(module, args, kwargs, self.trained())
         if kind in self._looked and not self.everywhere:
             return forward(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = self.sampled_of(module, args, kwargs)
         name = self.names.get(module) or type(module).__name__
         watch = Watch(self, tensors, name, self.axis_of(module))
         if watch.samples == 0:

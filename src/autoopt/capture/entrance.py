@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoopt.capture.current import Pass, observable
 from autoopt.capture.generated import restore, stands_for, subclass
-from autoopt.capture.probe import batch_size, probe
+from autoopt.capture.probe import Path, batch_size, named_leaves, probe
 from autoopt.capture.rerun import patient
 from autoopt.capture.site import Site
 
@@ -48,6 +48,7 @@ class Entrance:
         self.known: set[str] = set()  # paths of the layers that a probe reached
         self.samples: int | None = None  # N of the forward pass that entered last
         self._axes: dict[int, int] = {}  # id of a module that was probed -> axis of the samples in its inputs
+        self._shared: dict[int, frozenset[Path]] = {}  # id of such a module -> inputs that all samples share
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the one that is under way
         self._asked: set[tuple[int, str]] = set()  # id of an entrance that was probed for a layer, path of the layer
         self._doubt: str | None = None
@@ -124,10 +125,15 @@ class Entrance:
         """That of the samples in the inputs of a module."""
         return self._axes.get(id(module), 0)
 
+    def sampled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that a module is called with, without those that all samples share."""
+        shared = self._shared.get(id(module), ())
+        return [leaf for path, leaf in named_leaves(args, kwargs) if isinstance(leaf, Tensor) and path not in shared]
+
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """How many samples enter, if some layer needs to know and it is here that they were found to."""
         if self._folds and id(module) in self._axes:
-            self.samples = batch_size(tree_leaves((args, kwargs)), self._axes[id(module)])
+            self.samples = batch_size(self.sampled(module, args, kwargs), self._axes[id(module)])
 
     def entering(self, data: Tensor) -> int | None:
         """How many samples entered with the pass under way, if that is known; not where `data` is what was given."""
@@ -155,7 +161,7 @@ class Entrance:
         with patient():
             found = probe(module, args, kwargs, layers, self.agree)
         self._asked |= {(id(module), path) for path in layers}
-        self._axes[id(module)], self._doubt = found.axis, found.doubt
+        self._axes[id(module)], self._shared[id(module)], self._doubt = found.axis, found.shared, found.doubt
         self.known |= found.layouts.keys() or layers.keys()  # where it cannot run, it cannot run again
         for path in sorted(found.routed):
             self.sites[path].route()

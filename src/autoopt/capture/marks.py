@@ -13,7 +13,8 @@ class Made:
     """What is known of a tensor that was computed from parameters alone."""
 
     alike: bool  # its rows are copies of one, one for each sample
-    again: Callable[[], Any] | None = None  # computes it with constants of as many rows as samples
+    again: Callable[[], Any] | None = None  # computes it with samples in place of what has a row for each
+    sure: bool = False  # it has a row for each sample, and not only as many rows
     used: bool = False  # it met samples
 
 

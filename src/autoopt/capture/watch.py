@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ASKING = {"__get__", "dim", "size", "__len__", "numel", "is_floating_point", "is_contiguous", "stride", "__bool__"}
 METADATA = {"view_as", "reshape_as", "expand_as", "type_as", "to", "zeros_like", "ones_like", "empty_like"}
 COPYING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
+RANDOM = {"rrelu", "bernoulli", "multinomial", "poisson", "normal", "gumbel_softmax"}
 UNCHANGED = {"to", "type_as", "clone", "contiguous", "float", "double", "half", "bfloat16"}
 
 
@@ -40,7 +41,7 @@ class Watch(TorchFunctionMode):
 
     Args:
         bare: whose modules are watched.
-        inputs: the tensors that the module was called with.
+        inputs: the tensors that the module was called with, but those that all samples share.
         module: the name of the module, for errors.
         axis: that of the samples in the inputs. Inputs that have as many rows on the other one of the first two axes
             have them there; all others hold none.
@@ -78,7 +79,8 @@ class Watch(TorchFunctionMode):
         if torch.is_grad_enabled() and any(map(self.derived, tensors)):
             if any(self.layout(tensor) is not None for tensor in tensors if not _chosen(name, tensor, args)):
                 return self._meet(func, name, args, kwargs)
-            again = functools.partial(self._meet, func, name, args, kwargs)
+            call = functools.partial(self.__torch_function__, func, types)
+            again = self._as_samples(name, tensors, call, args, kwargs)
             return self._derive(name, tensors, func(*args, **kwargs), again)
         blank = name in INTO and self._blank(args[0] if args else kwargs["input"])  # before the call
         result = func(*args, **kwargs)
@@ -132,7 +134,7 @@ class Watch(TorchFunctionMode):
         """Run a layer that has a rule of its own."""
         tensors = list(tensors_in((*args, *kwargs.values())))
         packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
-        same = bool(tensors) and all(self.constant(tensor) and not self._alike(tensor) for tensor in tensors)
+        same = bool(tensors) and all(map(self.constant, tensors))
         routed = (site.routed and (self.abandoned or not same)) or any(map(self.routes.known, tensors))
         if routed and not packed:
             return self._routed_layer(site, *tensors)
@@ -142,10 +144,12 @@ class Watch(TorchFunctionMode):
             # It sees the same for all samples, so what it gives is computed from parameters alone.
             self.needed = True
             self.events += 1
+            name = "dropout" if site.layer.training and getattr(site.layer, "dropout", None) else "layer"
+            call = functools.partial(self.layer, site, run)
+            again = self._as_samples(name, tensors, lambda args, kwargs: call(*args, **kwargs), args, kwargs)
             with torch._C.DisableTorchFunction():
                 result = site.plain.forward(site.layer, *args, **kwargs)
-            again = functools.partial(self.layer, site, run, *args, **kwargs)
-            return self._derive("layer", tensors, result, again)
+            return self._derive(name, tensors, result, again)
         if any(map(self.derived, tensors)):
             args, kwargs = tree_map(self.given, (args, kwargs))
             tensors = list(tensors_in((*args, *kwargs.values())))
@@ -260,22 +264,34 @@ class Watch(TorchFunctionMode):
         return result
 
     def given(self, value: Any) -> Any:
-        """What leaves the calls that are seen: if it was computed from parameters alone, its rows are the samples'."""
-        if not isinstance(value, Tensor) or not torch.is_grad_enabled() or not self.derived(value):
+        """What leaves the calls that are seen: if it has a row for each sample, these are the samples'.
+
+        That it was made so must be known. A parameter that is as long as the batch by chance stays what it is.
+        """
+        if not isinstance(value, Tensor) or not torch.is_grad_enabled() or not self._by_sample(value):
             return value
-        if value.dim() == 0 or value.shape[0] != self.samples:
+        made: Made = self.made.get(value)
+        if made.again is not None and not made.alike and self._again(value) is None:
             return value
         value = self._by_row(value).squeeze(1)
         self.layouts.put(value, 0)
         return value
 
-    def _alike(self, tensor: Tensor) -> bool:
-        made = self.made.get(tensor)
-        return made is not None and made.alike
+    def _by_sample(self, tensor: Tensor) -> bool:
+        """Whether it is known to be computed from parameters alone with a row for each sample."""
+        made: Made | None = self.made.get(tensor)
+        return made is not None and made.sure
+
+    def _again(self, derived: Tensor) -> Tensor | None:
+        """It, computed with samples, if their rows belonged to them already where it was."""
+        made: Made | None = self.made.get(derived)
+        again = None if made is None or made.again is None else made.again()
+        fits = isinstance(again, Tensor) and again.shape == derived.shape and self.layout(again) in (0, FOLDED)
+        return again if fits else None
 
     # What is done with a call.
 
-    def _derive(self, name: str, tensors: list[Tensor], result: Any, again: Callable[[], Any]) -> Any:
+    def _derive(self, name: str, tensors: list[Tensor], result: Any, again: Callable[[], Any] | None) -> Any:
         """A call with parameters and constants alone; `again` runs it as one with samples."""
         self.events += 1
         changed, first = in_place(name), tensors[0]
@@ -288,20 +304,32 @@ class Watch(TorchFunctionMode):
                 alike = (name in UNCHANGED and origin is not None and origin.alike) or (
                     spread and tensor.shape[0] == self.samples
                 )
-                self.made.put(tensor, Made(alike, None if changed else self._as_samples(tensors, again)))
+                sure = not changed and tensor.shape[:1] == (self.samples,) and any(map(self._by_sample, tensors))
+                self.made.put(tensor, Made(alike, None if changed else again, alike or sure))
         return result
 
-    def _as_samples(self, tensors: list[Tensor], again: Callable[[], Any]) -> Callable[[], Any] | None:
-        """`again`, with those constants as samples that have as many rows; None if there are none such."""
-        rows = [t for t in tensors if not self.derived(t) and rows_of(t, self.samples)]
-        if not rows:
-            return None
+    def _as_samples(
+        self, name: str, tensors: list[Tensor], call: Callable[[Any, Any], Any], args: Any, kwargs: Any
+    ) -> Callable[[], Any] | None:
+        """The call with samples in place of what has a row for each, or else of constants that have as many.
 
+        None if there are none such, or if it would draw other random numbers.
+        """
+        sure = any(map(self._by_sample, tensors))
+        rows = [] if sure else [t for t in tensors if not self.derived(t) and rows_of(t, self.samples)]
+        if _random(name) or not (rows or sure):
+            return None
+        versions = [tensor._version for tensor in tensors]
+
+        @functools.cache  # what is used twice runs once
         def run() -> Any:
+            if [tensor._version for tensor in tensors] != versions:  # changed in place since
+                return None
+            given = tree_map(self.given, (args, kwargs))
             for tensor in rows:
                 self.layouts.put(tensor, 0 if tensor.shape[0] == self.samples else FOLDED)
             try:
-                return again()
+                return call(*given)
             finally:
                 for tensor in rows:
                     self.layouts.put(tensor, None)
@@ -405,11 +433,10 @@ class Watch(TorchFunctionMode):
         made = self._use(derived)
         if made is not None and made.alike:
             return self._copies(derived[:1])
-        if made is not None and made.again is not None:  # its rows belonged to samples already where it was computed
-            again = made.again()
-            if isinstance(again, Tensor) and again.shape == derived.shape and self.layout(again) in (0, FOLDED):
-                rows: Tensor = again.unflatten(0, (self.samples, -1))
-                return rows
+        again = self._again(derived)
+        if again is not None:
+            rows: Tensor = again.unflatten(0, (self.samples, -1))
+            return rows
         own: Tensor = Rows.apply(derived, self.samples, self.ledger, self.sole)  # type: ignore[no-untyped-call]
         return own
 
@@ -455,3 +482,8 @@ def _seen(site: Site, tensor: Tensor, samples: int) -> int:
     """Where a layer was seen to have the samples when one of them was changed."""
     single = not site.folded or tensor.shape[site.axis] == samples
     return site.axis if single else LOST if site.strided else folded(site.axis)
+
+
+def _random(name: str) -> bool:
+    """Whether a function of that name draws other numbers when it runs again."""
+    return "dropout" in name or name in RANDOM
