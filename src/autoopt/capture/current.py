@@ -14,7 +14,8 @@ from autoopt.capture.distributed import active_group
 
 NOT_SAMPLES = (
     "so it is not clear which rows belong to one sample. The first axis of every layer's input must be the batch: "
-    "reshape (batch · time, features) to (batch, time, features) before the layer."
+    "reshape (batch · time, features) to (batch, time, features) before the layer, or make the optimizer with "
+    'spread="passes", which needs no samples.'
 )
 
 

@@ -456,7 +456,8 @@ class Watch(TorchFunctionMode):
         return RuntimeError(
             f"no exact statistics for parameter {', '.join(map(repr, sorted(names)))} in module '{self.module}', which "
             f"got {self.samples} samples: {what} {'it' if len(names) == 1 else 'them'}. Keep the samples on the first "
-            "axis, freeze the parameter, or leave it to another optimizer through param_groups."
+            "axis, freeze the parameter, leave it to another optimizer through param_groups, or make this one with "
+            'spread="passes".'
         )
 
 
