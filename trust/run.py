@@ -34,7 +34,7 @@ CORES = 2
 RESULTS = ROOT / "docs" / "results" / "trust.json"
 NOT_COVERED = (
     "All of this ran on the CPU: no case moves a model between devices.",
-    "What the support matrix lists as not noticed is no case, hooks that change a gradient in the backward pass say.",
+    "What the support matrix lists as not noticed is no case: samples one by one in one backward pass, say.",
     "PyTorch's suite passes bare tensors, so it runs the rules without per-sample statistics.",
 )
 

@@ -24,11 +24,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from autoopt_lab.names import COUNTERPARTS
+from autoopt_lab.names import COUNTERPARTS, label
 from autoopt_lab.pack import unpack
+from autoopt_lab.paper import PLAIN
 from autoopt_lab.record import Folder
 from autoopt_lab.results import Results, load
-from autoopt_lab.table2 import cells
+from autoopt_lab.table2 import TASKS, cells
 
 LIGHT, MOMENTUM, USUAL = 0.85, 0.9, 100  # as in autoopt.oracle.relative
 LATE = 1000  # steps; what comes before is the way from the start
@@ -112,9 +113,13 @@ def table(results: Results, again: Runs, other: set[tuple[str, int]]) -> None:
         best[key] = min(best[key], math.inf if math.isnan(cell.test.mean) else cell.test.mean)
     runs: Runs = {run: error for run, error in stored(results) if run not in other} | again
     met = {"averaged": 0, "last": 0, "last, within the margin": 0}
-    names = sorted({cell for cell, _ in runs}, key=lambda name: (*name.split("/")[:2], int(name.split("/")[2])))
-    for name in names:
-        task, optimizer, batch = name.split("/")
+    names = {(*cell.split("/"),) for cell, _ in runs}
+    order = sorted(
+        names, key=lambda name: (list(TASKS).index(name[0]), PLAIN.index(COUNTERPARTS[name[1]]), int(name[2]))
+    )
+    print("| | N | best of the grid | averaged | last | seeds | of these new |\n|---|---|---|---|---|---|---|")
+    for task, optimizer, batch in order:
+        name = f"{task}/{optimizer}/{batch}"
         grid = best[task, COUNTERPARTS[optimizer], int(batch)]
         chosen = [error for (cell_name, _), error in runs.items() if cell_name == name]
         average, last = (statistics.fmean(errors) for errors in zip(*chosen, strict=True))
@@ -123,10 +128,9 @@ def table(results: Results, again: Runs, other: set[tuple[str, int]]) -> None:
         met["last"] += last <= grid
         met["last, within the margin"] += last <= grid + MARGINS[task]
         new = sum(cell_name == name for cell_name, _ in again)
-        print(
-            f"{name:24} grid {100 * grid:6.2f}  averaged {100 * average:6.2f} ± {100 * deviations[0]:.2f}  "
-            f"last {100 * last:6.2f} ± {100 * deviations[1]:.2f}  {new} of {len(chosen)} new"
-        )
+        shown = (f"{100 * e:.2f} ± {100 * d:.2f}" for e, d in zip((average, last), deviations, strict=True))
+        what = f"{TASKS[task]}, {label(COUNTERPARTS[optimizer])}"
+        print(f"| {what} | {batch} | {100 * grid:.2f} | {' | '.join(shown)} | {len(chosen)} | {new} |")
     print(f"of {len(names)} cells at or below the grid: {met}")
 
 

@@ -187,7 +187,7 @@ class AutoOptimizer(Optimizer, ABC):
     # The step.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Nothing of it is read back from the device.
+        """One step. Nothing of it is read back from the device (but once, where gradients are cleared by zeros).
 
         Left alone are: everything, if a gradient or a statistic anywhere is not finite; a unit whose gradient is zero;
         a parameter without gradient; a group whose `lr` is 0. A batch of one sample has no spread: it takes its step
