@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from autoopt import AutoAdam, AutoSGD
-from equivalence.by_sample import assert_exact
+from equivalence.by_sample import assert_exact, contributions
 
 N, D = 5, 8
 BOTH = pytest.mark.parametrize("elementwise", [True, False], ids=["elementwise", "total"])
@@ -75,6 +75,86 @@ def test_what_is_used_later_is_seen_then(make: Any, options: dict[str, Any]) -> 
         found.append({name: optimizer._now.source.second_moment(name) for name, _ in model.named_parameters()})
     for name, square in found[0].items():
         torch.testing.assert_close(found[1][name], square, rtol=1e-10, atol=0)
+
+
+class Words(nn.Module):
+    """Several rows of each sample in a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader, self.layer = nn.GRU(4, D, batch_first=True), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(self.reader(x.flatten(0, 1))[0][:, -1]).unflatten(0, (len(x), -1))
+        return result
+
+
+def test_a_part_that_is_called_later_with_another_batch() -> None:
+    model = nn.Sequential(Words(), nn.Linear(2, 2)).double()
+    batches = torch.randn(5, 2, 3, 4).double(), torch.randn(10, 2, 3, 4).double()
+    optimizer = AutoSGD(model, exact=True)
+    squares(model(batches[0])).sum().backward()
+    optimizer.zero_grad()
+    expected = contributions(model, lambda m: squares(m[0](batches[1])))
+    squares(model[0](batches[1])).mean().backward()
+    for name, parameter in model[0].named_parameters(prefix="0"):
+        square = optimizer._now.source.second_moment(name)
+        torch.testing.assert_close(square, expected[name].square().sum(), rtol=1e-10, atol=0)
+        assert optimizer._now.source.samples(name) == 10
+        assert parameter.grad is not None
+    with pytest.raises(RuntimeError, match=r"layer '0.reader' got 20 rows in a call of its own"):
+        model[0].reader(torch.randn(20, 3, 4).double())
+
+
+class Summed(nn.Module):
+    """Rows that are made of a parameter, and that meet each other before they meet the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.row = nn.Linear(4, D), nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) * self.row.expand(N, D).cumsum(0)
+        return result
+
+
+@BOTH
+def test_rows_of_a_parameter_that_meet_each_other(elementwise: bool) -> None:
+    x = torch.randn(N, 4).double()
+    assert_exact(Summed().double(), lambda model: squares(model(x)), elementwise, passes=2)
+
+
+class Shifted(nn.Module):
+    """A constant, from inference mode, with a row for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.row = nn.Linear(4, D), nn.Parameter(torch.randn(D))
+        with torch.inference_mode():
+            self.constant = torch.randn(N, D).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) + self.row.add(self.constant)
+        return result
+
+
+@BOTH
+def test_constants_from_inference_mode(elementwise: bool) -> None:
+    x = torch.randn(N, 4).double()
+    assert_exact(Shifted().double(), lambda model: squares(model(x)), elementwise, passes=2)
+
+
+@pytest.mark.parametrize("role", ["weight", "bias"])
+@pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)
+@pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
+def test_weights_or_biases_alone(make: Any, options: dict[str, Any], role: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    chosen = [parameter for name, parameter in model.named_parameters() if role in name]
+    optimizer = make(model, param_groups=[{"params": chosen}], **options)
+    before = [parameter.detach().clone() for parameter in chosen]
+    model(torch.randn(N, 3, 4)).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, chosen, strict=True))
 
 
 def mlp() -> nn.Sequential:
@@ -159,6 +239,12 @@ def test_a_step_of_which_one_pass_failed_is_refused(monkeypatch: pytest.MonkeyPa
     backward()
     with pytest.raises(RuntimeError, match="a backward pass of this step did not come to its end"):
         optimizer.step()
-    optimizer.zero_grad()
-    backward()
-    optimizer.step()
+    for clear in (optimizer, model):
+        clear.zero_grad()
+        monkeypatch.setattr(Failing, "fails", True)
+        with pytest.raises(MemoryError):
+            backward()
+        monkeypatch.setattr(Failing, "fails", False)
+        clear.zero_grad()
+        backward()
+        optimizer.step()

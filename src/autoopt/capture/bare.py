@@ -24,6 +24,7 @@ from autoopt.capture.site import Site
 from autoopt.capture.watch import Watch, kind_of
 
 WATCHED = "_autoopt_watched"
+KINDS = 1024  # of passes to remember
 WRAPPERS = (DistributedDataParallel, DataParallel, torch._dynamo.OptimizedModule)
 
 
@@ -122,6 +123,8 @@ class Bare:
                 result = forward(*args, **kwargs)
         finally:
             current.watch = None
+        if len(self._looked) >= KINDS:  # a model that is called with other words every time
+            self._looked.clear()
         self._looked.add(kind)
         self.everywhere |= watch.needed or bool(watch.uses)
         return watch.close(result, whole=module is self.root)
@@ -148,6 +151,8 @@ class Bare:
 
     def detach(self) -> None:
         """Leave the modules; those that nobody else watches get their own classes back."""
+        self._looked.clear()
+        self.quiet.clear()
         for module in self.names:
             others = tuple(other for other in vars(module).pop(WATCHED, ()) if other is not self)
             if others:

@@ -55,6 +55,7 @@ class Pass:
     count: int = 0  # passes that came to their end
     unfinished: bool = False  # it began and has not ended: an error on the way
     failed: bool = False  # one before it did not end, and its gradients were not cleared
+    cleared: Callable[[], bool] = lambda: False  # whether no parameter has a gradient
     resting: bool = False  # nothing is observed until the next step, which does without
     blank: bool = False  # an empty batch passed, whose gradients of zero come without statistics
     samples: int = 0
@@ -133,12 +134,13 @@ class Pass:
             raise RuntimeError(
                 f"the gradient of parameter '{name}' was not cleared since the last step(): it holds what earlier "
                 "batches added, which are not among the samples that were measured since. Call zero_grad() before the "
-                "backward pass."
+                "backward pass. If something else called backward() after that, a penalty on the weights say, have it "
+                "do so after the loss."
             )
         self.clears = True
 
     def _begin(self, graph: int, name: str, samples: int) -> None:
-        self.failed |= self.unfinished
+        self.failed = (self.failed or self.unfinished) and not self.cleared()
         self.unfinished = True
         self._refuse_nested(graph)
         self.graph, self.samples, self.first = graph, samples, name

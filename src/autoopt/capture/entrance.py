@@ -47,6 +47,7 @@ class Entrance:
         self.modules: list[nn.Module] = []
         self.known: set[str] = set()  # paths of the layers that a probe reached
         self.samples: int | None = None  # N of the forward pass that entered last
+        self._over = False  # that one has ended
         self._axes: dict[int, int] = {}  # id of a module that was probed -> axis of the samples in its inputs
         self._shared: dict[int, frozenset[Path]] = {}  # id of such a module -> inputs that all samples share
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the one that is under way
@@ -85,9 +86,7 @@ class Entrance:
             return False
         self._call = module, args, kwargs
         try:
-            if len(self.known) < len(self.sites) and any(
-                path not in self.known and (id(module), path) not in self._asked for path in self._within(module)
-            ):
+            if self._asks(module):
                 self._probe()
         except BaseException:
             self._call = None
@@ -95,14 +94,27 @@ class Entrance:
         self.note(module, args, kwargs)
         return True
 
+    def _asks(self, module: nn.Module) -> bool:
+        """Whether to probe it: for layers that are not known, or to know N, where some take several rows of each."""
+        counts = self._folds and id(module) not in self._axes and torch._C._current_graph_task_id() == -1
+        return (counts or len(self.known) < len(self.sites)) and any(
+            (path not in self.known or (counts and self.sites[path].folded)) and (id(module), path) not in self._asked
+            for path in self._within(module)
+        )
+
     def through(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward pass of the outermost module, watched if it has to be."""
         under = self.under
         return forward if under is None else lambda *args, **kwargs: under(module, forward, args, kwargs)
 
+    @property
+    def left(self) -> bool:
+        """Whether the pass that `samples` is of has ended, and no checkpoint runs a part of it again."""
+        return self._over and torch._C._current_graph_task_id() == -1
+
     def leave(self, *, failed: bool) -> None:
         """The call ended."""
-        self._call = None
+        self._call, self._over = None, True
         doubt, self._doubt = self._doubt, None
         if doubt is not None and not failed:  # a pass that fails does so in the probe, too
             warnings.warn(doubt, stacklevel=2)
@@ -133,6 +145,7 @@ class Entrance:
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """How many samples enter, if some layer needs to know and it is here that they were found to."""
         if self._folds and id(module) in self._axes:
+            self._over = False
             self.samples = batch_size(self.sampled(module, args, kwargs), self._axes[id(module)])
 
     def entering(self, data: Tensor) -> int | None:

@@ -44,6 +44,7 @@ class Ledger:
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
         self._few = Few(total)
         self._later: list[Callable[[], None]] = []  # calls of `add_few` that wait for the end of the pass
+        current.cleared = lambda: all(map(self.fresh, self.parameters))
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:

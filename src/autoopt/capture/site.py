@@ -162,9 +162,16 @@ class Site:
 
     def count(self, rows: int) -> None:
         """See how many of the rows of a call are one sample, where that is not always one."""
-        samples = self.current.entrance.samples if self.folded and self.current.entrance is not None else None
-        if samples:
-            self.fold = max(1, rows // samples)
+        entrance = self.current.entrance if self.folded else None
+        if entrance is None or not entrance.samples:
+            return
+        self.fold = max(1, rows // entrance.samples)
+        if self.fold > 1 and entrance.left and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"layer '{self.name}' got {rows} rows in a call of its own, where several are one sample in a pass of "
+                "the model, so that it is not clear how many samples these are. Call the model, or the module that "
+                "makes them of the samples."
+            )
 
     def blank(self, x: Tensor) -> bool:
         """Whether the input is an empty batch: it has nothing to tell."""
@@ -246,8 +253,10 @@ class Site:
 
     def compares(self, role: str) -> bool:
         """Whether what the layer adds to the parameter of this role is to be held against its gradient."""
-        besides, name = self.ledger.besides, self.names[role]
-        return name not in besides.done and self.current.group is None and not recording(self.parameter(role).device)
+        name = self.names.get(role)  # None: it is left to another optimizer
+        if name is None or name in self.ledger.besides.done or self.current.group is not None:
+            return False
+        return not recording(self.parameter(role).device)
 
     def note(self, role: str, gradient: Tensor) -> None:
         """The layer is about to add this."""

@@ -66,10 +66,10 @@ class Spread(Source):
         if before is None:  # what is known is left over from a pass that no step followed
             self.squares.pop(name, None)
             self.passes.pop(name, None)
-        elif name not in self.squares:
-            self.current.leave(name, before)
         if self._blind() or gradient.is_sparse:
             return
+        if before is not None and name not in self.squares:
+            self.current.leave(name, before)
         self.current.due()
         c = wide(gradient)
         square = c.square() if self.elementwise else c.flatten().dot(c.flatten())

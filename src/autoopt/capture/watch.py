@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map, tree_unflatten
 
 from autoopt.capture import ruled, scattered
 from autoopt.capture.copies import Copies, Rows
-from autoopt.capture.layout import FOLDED, LOST, axis_of, carried, folded, folds, follow
+from autoopt.capture.layout import FOLDED, LOST, PRODUCTS, RESHAPES, VIEWS, axis_of, carried, folded, folds, follow
 from autoopt.capture.ledger import sources
 from autoopt.capture.marks import Made, Marks, tensors_in
-from autoopt.capture.routes import INTO, Routes
+from autoopt.capture.routes import INTO, JOINING, Routes, keeps
 from autoopt.capture.rowwise import Call, Plan, compact, differentiable, in_front, in_place, make_plan, rows_of
 from autoopt.capture.site import Site
 
@@ -34,6 +34,7 @@ METADATA = {"view_as", "reshape_as", "expand_as", "type_as", "to", "zeros_like",
 COPYING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 RANDOM = {"rrelu", "bernoulli", "multinomial", "poisson", "normal", "gumbel_softmax"}
 UNCHANGED = {"to", "type_as", "clone", "contiguous", "float", "double", "half", "bfloat16"}
+APART = {"layer", "layer_norm", "rms_norm", "embedding"} | UNCHANGED | COPYING | VIEWS | RESHAPES | PRODUCTS | JOINING
 
 
 class Watch(TorchFunctionMode):
@@ -304,7 +305,8 @@ class Watch(TorchFunctionMode):
                 alike = (name in UNCHANGED and origin is not None and origin.alike) or (
                     spread and tensor.shape[0] == self.samples
                 )
-                sure = not changed and tensor.shape[:1] == (self.samples,) and any(map(self._by_sample, tensors))
+                kept = again is not None and not changed and tensor.shape[:1] == (self.samples,)
+                sure = kept and any(map(self._by_sample, tensors))
                 self.made.put(tensor, Made(alike, None if changed else again, alike or sure))
         return result
 
@@ -317,13 +319,13 @@ class Watch(TorchFunctionMode):
         """
         sure = any(map(self._by_sample, tensors))
         rows = [] if sure else [t for t in tensors if not self.derived(t) and rows_of(t, self.samples)]
-        if _random(name) or not (rows or sure):
+        if _random(name) or not (rows or sure) or not (name in APART or keeps(name)):  # as cumsum(0): rows meet
             return None
-        versions = [tensor._version for tensor in tensors]
+        versions = list(map(_version, tensors))
 
         @functools.cache  # what is used twice runs once
         def run() -> Any:
-            if [tensor._version for tensor in tensors] != versions:  # changed in place since
+            if list(map(_version, tensors)) != versions:  # changed in place since
                 return None
             given = tree_map(self.given, (args, kwargs))
             for tensor in rows:
@@ -465,7 +467,7 @@ def kind_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: tuple[bool, ...]
 ) -> tuple[Any, ...]:
     """What tells calls of a module apart that may use parameters in other ways: modes, flags, what is frozen."""
-    given = tuple(x if x is None or isinstance(x, bool | str) else type(x) for x in tree_leaves((args, kwargs)))
+    given = tuple(x if x is None or isinstance(x, bool | str) else type(x) for x in (*args, *kwargs.values()))
     return module, module.training, *kwargs, given, trained
 
 
@@ -483,6 +485,11 @@ def _seen(site: Site, tensor: Tensor, samples: int) -> int:
     """Where a layer was seen to have the samples when one of them was changed."""
     single = not site.folded or tensor.shape[site.axis] == samples
     return site.axis if single else LOST if site.strided else folded(site.axis)
+
+
+def _version(tensor: Tensor) -> int:
+    """Tensors from inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _random(name: str) -> bool:
