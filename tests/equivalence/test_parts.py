@@ -144,6 +144,24 @@ def test_constants_from_inference_mode(elementwise: bool) -> None:
     assert_exact(Shifted().double(), lambda model: squares(model(x)), elementwise, passes=2)
 
 
+class Cast(nn.Module):
+    """Rows of a parameter that go through a function which hands them on as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.row = nn.Linear(4, D), nn.Parameter(torch.randn(1, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) + self.row.expand(N, D).mul(2).to(x).contiguous()
+        return result
+
+
+@BOTH
+def test_rows_of_a_parameter_that_are_handed_on_as_they_are(elementwise: bool) -> None:
+    x = torch.randn(N, 4).double()
+    assert_exact(Cast().double(), lambda model: squares(model(x)), elementwise, passes=2)
+
+
 @pytest.mark.parametrize("role", ["weight", "bias"])
 @pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)
 @pytest.mark.parametrize("make", [AutoSGD, AutoAdam])

@@ -300,6 +300,8 @@ class Watch(TorchFunctionMode):
         if changed and origin is not None and origin.used:
             raise self._error(f"'{name}' changes in place", [first])
         for tensor in tensors_in((first if changed else result,)):
+            if not changed and any(tensor is given for given in tensors):  # as it is, by `to` or `contiguous`
+                continue
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 spread = name in COPYING and (first.dim() < tensor.dim() or first.shape[0] == 1)
                 alike = (name in UNCHANGED and origin is not None and origin.alike) or (
