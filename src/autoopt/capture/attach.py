@@ -46,7 +46,7 @@ class Capture(Source):
         self.current.entrance = Entrance(model, self.sites, self.current)
         self.bare.axis_of = self.current.entrance.axis
         self.bare.sampled_of = self.current.entrance.sampled
-        self.current.entrance.under = self.bare.run
+        self.current.entrance.under, self.current.entrance.watched = self.bare.run, self.bare.has_to_watch
         self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
         self._compiled = Compiled()
         self._modules: list[Any] = []  # those that fully_shard was applied to

@@ -8,13 +8,14 @@ be watched between its graphs.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from autoopt.capture.compiling import eagerly, uncompiled
 from autoopt.capture.current import observable
 from autoopt.capture.distributed import active_group
 from autoopt.capture.generated import restore, stands_for, subclass
@@ -26,6 +27,17 @@ from autoopt.capture.watch import Watch, kind_of
 WATCHED = "_autoopt_watched"
 KINDS = 1024  # of passes to remember
 WRAPPERS = (DistributedDataParallel, DataParallel, torch._dynamo.OptimizedModule)
+
+
+class Seat(NamedTuple):
+    """What a watched module knows of one optimizer. Of its own, so that modules that are alike share a graph."""
+
+    bare: "Bare"
+    holds: bool  # a parameter without a rule
+
+    def watches(self) -> bool:
+        """Whether the module cannot run in a compiled graph; without such a parameter it is the model itself."""
+        return self.holds or (self.bare.everywhere and not self.bare.holding)
 
 
 class Bare:
@@ -81,11 +93,15 @@ class Bare:
         self._swap(self.root, type(self.root).__name__)
 
     def _swap(self, module: nn.Module, name: str) -> None:
-        if module not in self.names and not any(site.layer is module for site in self.sites.values()):
+        if any(site.layer is module for site in self.sites.values()):
+            return
+        if module not in self.names:
             self.names[module] = name
             if all(stands_for(cls) != WATCHED for cls in type(module).__mro__):
                 module.__class__ = _watched(type(module))
-            vars(module)[WATCHED] = (*vars(module).get(WATCHED, ()), self)
+            vars(module)[WATCHED] = (*vars(module).get(WATCHED, ()), Seat(self, False))
+        if module in self.holding:
+            vars(module)[WATCHED] = tuple(Seat(b, h or b is self) for b, h in vars(module)[WATCHED])
 
     def borrowed(self, parameter: nn.Parameter) -> bool:
         """Samples met this parameter outside of its layer: if it has one, it has to expect other uses."""
@@ -99,7 +115,7 @@ class Bare:
 
     def has_to_watch(self, module: nn.Module) -> bool:
         """Whether the module cannot run in a compiled graph."""
-        return module in self.holding or (module is self.root and self.everywhere and not self.holding)
+        return any(seat.bare is self and seat.watches() for seat in vars(module).get(WATCHED, ()))
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass of a watched module."""
@@ -119,7 +135,7 @@ class Bare:
         current.group = active_group() or current.group
         current.watch = watch
         try:
-            with watch:
+            with uncompiled(), watch:
                 result = forward(*args, **kwargs)
         finally:
             current.watch = None
@@ -143,8 +159,8 @@ class Bare:
     def lost(self) -> str | None:
         """The name of a module that no longer reports here: it was detached, or another optimizer took it over."""
         for module in self.holding:
-            others = vars(module).get(WATCHED, ())
-            later = others[others.index(self) + 1 :] if self in others else (self,)
+            others = [seat.bare for seat in vars(module).get(WATCHED, ())]
+            later = others[others.index(self) + 1 :] if self in others else [self]
             if any(other.ledger.names.keys() & self.ledger.names.keys() for other in later):
                 return self.names[module]
         return None
@@ -154,7 +170,7 @@ class Bare:
         self._looked.clear()
         self.quiet.clear()
         for module in self.names:
-            others = tuple(other for other in vars(module).pop(WATCHED, ()) if other is not self)
+            others = tuple(seat for seat in vars(module).pop(WATCHED, ()) if seat.bare is not self)
             if others:
                 vars(module)[WATCHED] = others
             restore(module)
@@ -164,13 +180,12 @@ def _watched(plain: type[Any]) -> type[nn.Module]:
     """The subclass of a module class whose forward runs under the Watch of each optimizer."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        bares: tuple[Bare, ...] = self.__dict__.get(WATCHED, ()) if observable() else ()
-        bares = tuple(bare for bare in bares if not bare.ledger.current.resting)
-        if torch.compiler.is_compiling():
-            bares = tuple(bare for bare in bares if bare.has_to_watch(self))
-            if bares:
-                return eagerly(bares, self, args, kwargs)
-        return run(bares, self, args, kwargs)
+        seats: tuple[Seat, ...] = self.__dict__.get(WATCHED, ()) if observable() else ()
+        inside = torch.compiler.is_compiling()
+        if inside:
+            seats = tuple(seat for seat in seats if seat.watches())
+        bares = tuple(seat.bare for seat in seats if not seat.bare.ledger.current.resting)
+        return outside(bares, self, args, kwargs) if bares and inside else run(bares, self, args, kwargs)
 
     def run(bares: tuple[Bare, ...], self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The latest looks first."""
@@ -179,5 +194,5 @@ def _watched(plain: type[Any]) -> type[nn.Module]:
         first, *rest = bares
         return first.run(self, lambda *a, **k: run(tuple(rest), self, a, k), args, kwargs)
 
-    eagerly = torch._dynamo.disable(run)
+    outside = eagerly(run)
     return subclass(plain, forward, WATCHED)

@@ -3,14 +3,16 @@
 A user may call the model or only a part of it, so every module that holds an observed layer is an entrance: its class
 is swapped as a layer's is, and the outermost one that is called is where the pass enters. The probe runs there if it
 holds layers whose layout is not known yet, and again when a pass reaches one that the probe did not. A layer that is
-called on its own has nothing to probe: the first axis is the batch. A compiled pass cannot be probed: it uses what an
-eager one found before, or else the first axis everywhere.
+called on its own has nothing to probe: the first axis is the batch. A compiled pass cannot be probed, so that the first
+one of a module runs as it would without compiling, and the later ones use what it found. With fullgraph=True it cannot
+do so either: unless an eager pass came before, the first axis is taken to be the batch everywhere.
 """
 
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from autoopt.capture.compiling import eagerly, may_leave, uncompiled
 from autoopt.capture.current import Pass, observable
 from autoopt.capture.generated import restore, stands_for, subclass
 from autoopt.capture.probe import Path, batch_size, named_leaves, probe
@@ -27,6 +30,25 @@ from autoopt.capture.site import Site
 ENTRANCE = "_autoopt_entrance"
 # Wrappers: what they call is the entrance. And lists, which are never called.
 PASSED = (DistributedDataParallel, DataParallel, torch._dynamo.OptimizedModule, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(eq=False)
+class Door:
+    """A module at which a model may be entered, as it is known to one optimizer."""
+
+    entrance: "Entrance"
+    seen: bool = False  # a pass went through it, outside of compiled graphs
+    axis: int | None = None  # that of the samples in its inputs, if it was probed
+    shared: frozenset[Path] = frozenset()  # its inputs that all samples share
+    asked: set[str] = field(default_factory=set)  # paths of the layers that it was probed for
+
+    def sampled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors of a call, without those that all samples share."""
+        named = named_leaves(args, kwargs)
+        return [leaf for path, leaf in named if isinstance(leaf, Tensor) and path not in self.shared]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a module is nobody's."""
 
 
 class Entrance:
@@ -44,14 +66,12 @@ class Entrance:
         self.model, self.sites, self.current = model, sites, current
         self.agree: Callable[[bool], bool] | None = None  # whether any rank says so, where ranks must run alike
         self.under: Callable[..., Any] | None = None  # what runs the forward pass of an outermost module
-        self.modules: list[nn.Module] = []
+        self.watched: Callable[[nn.Module], bool] | None = None  # whether it has to run so at every pass
+        self.doors: dict[nn.Module, Door] = {}
         self.known: set[str] = set()  # paths of the layers that a probe reached
         self.samples: int | None = None  # N of the forward pass that entered last
         self._over = False  # that one has ended
-        self._axes: dict[int, int] = {}  # id of a module that was probed -> axis of the samples in its inputs
-        self._shared: dict[int, frozenset[Path]] = {}  # id of such a module -> inputs that all samples share
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the one that is under way
-        self._asked: set[tuple[int, str]] = set()  # id of an entrance that was probed for a layer, path of the layer
         self._doubt: str | None = None
         self._folds = False  # some layer is given several rows of each sample
 
@@ -66,19 +86,19 @@ class Entrance:
                     continue
                 if stands_for(type(module)) != ENTRANCE:
                     module.__class__ = _entered(type(module))
-                others = vars(module).get(ENTRANCE, ())
-                if self not in others:
-                    vars(module)[ENTRANCE] = (*others, self)
-                    self.modules.append(module)
+                if module not in self.doors:
+                    self.doors[module] = Door(self)
+                    vars(module)[ENTRANCE] = (*vars(module).get(ENTRANCE, ()), self.doors[module])
+                self.doors[module].seen &= path in self.known
 
     def detach(self) -> None:
         """Leave the modules; those that nobody else watches get their own classes back."""
-        for module in self.modules:
-            others = tuple(other for other in vars(module).pop(ENTRANCE, ()) if other is not self)
+        for module in self.doors:
+            others = tuple(door for door in vars(module).pop(ENTRANCE, ()) if door.entrance is not self)
             if others:
                 vars(module)[ENTRANCE] = others
             restore(module)
-        self.modules = []
+        self.doors = {}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A module is called. Returns whether it is the outermost: then `leave` is to follow."""
@@ -91,16 +111,22 @@ class Entrance:
         except BaseException:
             self._call = None
             raise
-        self.note(module, args, kwargs)
+        self.note(self.doors[module], args, kwargs)
         return True
 
     def _asks(self, module: nn.Module) -> bool:
         """Whether to probe it: for layers that are not known, or to know N, where some take several rows of each."""
-        counts = self._folds and id(module) not in self._axes and torch._C._current_graph_task_id() == -1
+        door = self.doors[module]
+        counts = self._folds and door.axis is None and torch._C._current_graph_task_id() == -1
         return (counts or len(self.known) < len(self.sites)) and any(
-            (path not in self.known or (counts and self.sites[path].folded)) and (id(module), path) not in self._asked
+            (path not in self.known or (counts and self.sites[path].folded)) and path not in door.asked
             for path in self._within(module)
         )
+
+    def sees(self, module: nn.Module, door: Door) -> bool:
+        """Whether a pass of the module has to be seen, and so cannot be in a compiled graph."""
+        needed = not door.seen or (self.watched is not None and self.watched(module))
+        return needed and observable() and not self.current.resting
 
     def through(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward pass of the outermost module, watched if it has to be."""
@@ -114,7 +140,14 @@ class Entrance:
 
     def leave(self, *, failed: bool) -> None:
         """The call ended."""
-        self._call, self._over = None, True
+        assert self._call is not None
+        module, _, _ = self._call
+        self._call = None
+        self._over |= self.doors[module].axis is not None  # else it may be a part of a pass that is compiled
+        if not self.doors[module].seen and not failed:
+            for part in module.modules():
+                if part in self.doors:
+                    self.doors[part].seen = True
         doubt, self._doubt = self._doubt, None
         if doubt is not None and not failed:  # a pass that fails does so in the probe, too
             warnings.warn(doubt, stacklevel=2)
@@ -131,30 +164,33 @@ class Entrance:
     def forget(self, path: str) -> None:
         """Another layer has that path now."""
         self.known.discard(path)
-        self._asked = {(module, asked) for module, asked in self._asked if asked != path}
+        for door in self.doors.values():
+            door.asked.discard(path)
 
     def axis(self, module: nn.Module) -> int:
         """That of the samples in the inputs of a module."""
-        return self._axes.get(id(module), 0)
+        return self._door(module).axis or 0
 
     def sampled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a module is called with, without those that all samples share."""
-        shared = self._shared.get(id(module), ())
-        return [leaf for path, leaf in named_leaves(args, kwargs) if isinstance(leaf, Tensor) and path not in shared]
+        return self._door(module).sampled(args, kwargs)
 
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _door(self, module: nn.Module) -> Door:
+        return self.doors.get(module) or Door(self)
+
+    def note(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """How many samples enter, if some layer needs to know and it is here that they were found to."""
-        if self._folds and id(module) in self._axes:
+        if self._folds and door.axis is not None:
             self._over = False
-            self.samples = batch_size(self.sampled(module, args, kwargs), self._axes[id(module)])
+            self.samples = batch_size(door.sampled(args, kwargs), door.axis)
 
     def entering(self, data: Tensor) -> int | None:
         """How many samples entered with the pass under way, if that is known; not where `data` is what was given."""
-        if self._call is None or id(self._call[0]) not in self._axes:
+        if self._call is None:
             return None
         module, *given = self._call
-        leaves = tree_leaves(given)
-        return None if any(leaf is data for leaf in leaves) else batch_size(leaves, self._axes[id(module)])
+        axis, leaves = self.doors[module].axis, tree_leaves(given)
+        return None if axis is None or any(leaf is data for leaf in leaves) else batch_size(leaves, axis)
 
     def _within(self, module: nn.Module) -> Iterator[str]:
         inside = set(module.modules())
@@ -171,10 +207,11 @@ class Entrance:
                 )
             return
         layers = {path: self.sites[path].layer for path in self._within(module)}
-        with patient():
+        with patient(), uncompiled():
             found = probe(module, args, kwargs, layers, self.agree)
-        self._asked |= {(id(module), path) for path in layers}
-        self._axes[id(module)], self._shared[id(module)], self._doubt = found.axis, found.shared, found.doubt
+        door = self.doors[module]
+        door.asked |= layers.keys()
+        door.axis, door.shared, self._doubt = found.axis, found.shared, found.doubt
         self.known |= found.layouts.keys() or layers.keys()  # where it cannot run, it cannot run again
         for path in sorted(found.routed):
             self.sites[path].route()
@@ -200,16 +237,18 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)  # some look at the names of the arguments
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        entrances = self.__dict__.get(ENTRANCE, ())
+        doors: tuple[Door, ...] = self.__dict__.get(ENTRANCE, ())
         if torch.compiler.is_compiling():
-            for entrance in entrances:
-                entrance.note(self, args, kwargs)  # which call is the outermost is not known there
+            if any(door.entrance.sees(self, door) for door in doors) and may_leave():
+                return outside(self, *args, **kwargs)
+            for door in doors:
+                door.entrance.note(door, args, kwargs)  # which call is the outermost is not known there
             return plain.forward(self, *args, **kwargs)
-        opened = [entrance for entrance in entrances if entrance.enter(self, args, kwargs)]
+        opened = [door.entrance for door in doors if door.entrance.enter(self, args, kwargs)]
         failed = True
         try:
-            watch = entrances[0].current.watch if len(entrances) == 1 else None
-            run = functools.partial(plain.forward, self)
+            watch = doors[0].entrance.current.watch if len(doors) == 1 else None
+            run: Callable[..., Any] = functools.partial(plain.forward, self)
             for entrance in opened:
                 run = entrance.through(self, run)
             output = run(*args, **kwargs) if watch is None else watch.part(self, run, args, kwargs)
@@ -219,4 +258,5 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
                 entrance.leave(failed=failed)
         return output
 
+    outside = eagerly(forward)
     return subclass(plain, forward, ENTRANCE)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_map, tree_unflatten
 
 from autoopt.capture import ruled, scattered
+from autoopt.capture.compiling import compiled
 from autoopt.capture.copies import Copies, Rows
 from autoopt.capture.layout import FOLDED, LOST, PRODUCTS, RESHAPES, VIEWS, axis_of, carried, folded, folds, follow
 from autoopt.capture.ledger import sources
@@ -228,7 +229,7 @@ class Watch(TorchFunctionMode):
         if key in self.bare.quiet and on_top:
             self.ledger.current.watch = None
             try:
-                with _pop_mode_temporarily():
+                with _pop_mode_temporarily(), compiled():
                     result = run(*args, **kwargs)
             finally:
                 self.ledger.current.watch = self
