@@ -222,3 +222,42 @@ def test_two_threads_leave_the_compiler_as_it_was() -> None:
     over.set()
     thread.join()
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_what_the_first_pass_did_not_run_is_seen_when_it_does() -> None:
+    """By name: alone it cannot be told which of its rows are a sample's."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.flat = Plain(), Flat()
+
+        def forward(self, x: Tensor, flat: bool = False) -> Tensor:
+            result: Tensor = (self.flat if flat else self.plain)(x)
+            return result
+
+    model = Branches().double()
+    other = copy.deepcopy(model)
+    optimizers = AutoSGD(model, exact=True), AutoSGD(other, exact=True)
+    x = torch.randn(5, T, D, dtype=torch.float64)
+    for run, optimizer in zip((model, whole(other)), optimizers, strict=True):
+        for flat in (False, False, True, True):
+            optimizer.zero_grad()
+            run(x, flat).sin().sum().backward()
+            optimizer.step()
+    for name, chosen in optimizers[0].tuned().items():
+        assert optimizers[1].tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9), name
+
+
+def test_an_empty_first_batch_shows_nothing() -> None:
+    model = Flat().double()
+    other = copy.deepcopy(model)
+    optimizers = AutoSGD(model, exact=True), AutoSGD(other, exact=True)
+    for run, optimizer in zip((model, whole(other)), optimizers, strict=True):
+        torch.manual_seed(0)
+        for size in (0, 5, 5):
+            optimizer.zero_grad()
+            run(torch.randn(size, T, D, dtype=torch.float64)).sin().sum().backward()
+            optimizer.step()
+    for name, chosen in optimizers[0].tuned().items():
+        assert optimizers[1].tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9), name

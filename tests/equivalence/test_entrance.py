@@ -470,3 +470,30 @@ def test_a_compiled_model_uses_what_an_eager_pass_found() -> None:
         capture.clear()
         squares(compiled, x, y).backward()
         assert_moments(capture, expected)
+
+
+def test_a_replica_of_the_model_runs() -> None:
+    """As DataParallel makes them: other objects with the same attributes."""
+    model = nn.Sequential(nn.Linear(E, E), nn.Tanh(), nn.Linear(E, 2))
+    AutoSGD(model)
+    x = torch.randn(B, E)
+    torch.testing.assert_close(model._replicate_for_data_parallel()(x), model(x))
+
+
+def test_an_optimizer_may_be_detached_while_the_model_runs() -> None:
+    class Detaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(E, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                optimizer.detach()
+            result: Tensor = self.inner(x)
+            return result
+
+    model = Detaching().eval()
+    optimizer = AutoSGD(model)
+    x = torch.randn(B, E)
+    expected = model(x)
+    torch.testing.assert_close(model.train()(x), expected)

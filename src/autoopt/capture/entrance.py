@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class Door:
     """A module at which a model may be entered, as it is known to one optimizer."""
 
     entrance: "Entrance"
-    seen: bool = False  # a pass went through it, outside of compiled graphs
+    seen: bool = False  # a pass with samples went through it, outside of compiled graphs
     axis: int | None = None  # that of the samples in its inputs, if it was probed
     shared: frozenset[Path] = frozenset()  # its inputs that all samples share
     asked: set[str] = field(default_factory=set)  # paths of the layers that it was probed for
@@ -49,6 +49,15 @@ class Door:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a module is nobody's."""
+
+
+class Call(NamedTuple):
+    """One of the outermost module."""
+
+    door: Door
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Entrance:
@@ -71,7 +80,8 @@ class Entrance:
         self.known: set[str] = set()  # paths of the layers that a probe reached
         self.samples: int | None = None  # N of the forward pass that entered last
         self._over = False  # that one has ended
-        self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None  # the one that is under way
+        self._call: Call | None = None  # the one that is under way
+        self._empty = False  # that one has no samples
         self._doubt: str | None = None
         self._folds = False  # some layer is given several rows of each sample
 
@@ -100,23 +110,22 @@ class Entrance:
             restore(module)
         self.doors = {}
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def enter(self, door: Door, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A module is called. Returns whether it is the outermost: then `leave` is to follow."""
         if self._call is not None or self.current.resting or not observable():
             return False
-        self._call = module, args, kwargs
+        self._call, self._empty = Call(door, module, args, kwargs), False
         try:
-            if self._asks(module):
+            if self._asks(door, module):
                 self._probe()
         except BaseException:
             self._call = None
             raise
-        self.note(self.doors[module], args, kwargs)
+        self.note(door, args, kwargs)
         return True
 
-    def _asks(self, module: nn.Module) -> bool:
+    def _asks(self, door: Door, module: nn.Module) -> bool:
         """Whether to probe it: for layers that are not known, or to know N, where some take several rows of each."""
-        door = self.doors[module]
         counts = self._folds and door.axis is None and torch._C._current_graph_task_id() == -1
         return (counts or len(self.known) < len(self.sites)) and any(
             (path not in self.known or (counts and self.sites[path].folded)) and path not in door.asked
@@ -138,16 +147,15 @@ class Entrance:
         """Whether the pass that `samples` is of has ended, and no checkpoint runs a part of it again."""
         return self._over and torch._C._current_graph_task_id() == -1
 
+    def saw(self, door: Door) -> None:
+        """A call of a module came to its end, outside of compiled graphs."""
+        door.seen |= self._call is not None and not self._empty
+
     def leave(self, *, failed: bool) -> None:
         """The call ended."""
         assert self._call is not None
-        module, _, _ = self._call
+        self._over |= self._call.door.axis is not None  # else it may be a part of a pass that is compiled
         self._call = None
-        self._over |= self.doors[module].axis is not None  # else it may be a part of a pass that is compiled
-        if not self.doors[module].seen and not failed:
-            for part in module.modules():
-                if part in self.doors:
-                    self.doors[part].seen = True
         doubt, self._doubt = self._doubt, None
         if doubt is not None and not failed:  # a pass that fails does so in the probe, too
             warnings.warn(doubt, stacklevel=2)
@@ -188,8 +196,7 @@ class Entrance:
         """How many samples entered with the pass under way, if that is known; not where `data` is what was given."""
         if self._call is None:
             return None
-        module, *given = self._call
-        axis, leaves = self.doors[module].axis, tree_leaves(given)
+        axis, leaves = self._call.door.axis, tree_leaves((self._call.args, self._call.kwargs))
         return None if axis is None or any(leaf is data for leaf in leaves) else batch_size(leaves, axis)
 
     def _within(self, module: nn.Module) -> Iterator[str]:
@@ -198,8 +205,9 @@ class Entrance:
 
     def _probe(self) -> None:
         assert self._call is not None
-        module, args, kwargs = self._call
-        if not self.probes or batch_size(tree_leaves((args, kwargs)), 0) == 0:
+        door, module, args, kwargs = self._call
+        self._empty = batch_size(tree_leaves((args, kwargs)), 0) == 0
+        if not self.probes or self._empty:
             if self.agree is not None and self.probes:
                 raise RuntimeError(
                     f"the first batch of {type(module).__name__}, which is sharded, has no samples on this rank, so "
@@ -209,7 +217,6 @@ class Entrance:
         layers = {path: self.sites[path].layer for path in self._within(module)}
         with patient(), uncompiled():
             found = probe(module, args, kwargs, layers, self.agree)
-        door = self.doors[module]
         door.asked |= layers.keys()
         door.axis, door.shared, self._doubt = found.axis, found.shared, found.doubt
         self.known |= found.layouts.keys() or layers.keys()  # where it cannot run, it cannot run again
@@ -244,7 +251,7 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
             for door in doors:
                 door.entrance.note(door, args, kwargs)  # which call is the outermost is not known there
             return plain.forward(self, *args, **kwargs)
-        opened = [door.entrance for door in doors if door.entrance.enter(self, args, kwargs)]
+        opened = [door.entrance for door in doors if door.entrance.enter(door, self, args, kwargs)]
         failed = True
         try:
             watch = doors[0].entrance.current.watch if len(doors) == 1 else None
@@ -253,6 +260,8 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
                 run = entrance.through(self, run)
             output = run(*args, **kwargs) if watch is None else watch.part(self, run, args, kwargs)
             failed = False
+            for door in doors:
+                door.entrance.saw(door)
         finally:
             for entrance in opened:
                 entrance.leave(failed=failed)
