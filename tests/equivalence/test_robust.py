@@ -54,11 +54,26 @@ def test_equals_the_naive_rule_where_all_is_noise(kind: str) -> None:
     assert naive.decay < 0.15
 
 
-def assert_equal(kind: str, every: int, batches: list[tuple[Tensor, Tensor]]) -> NaiveRobust:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [0.03, 0.3, 30.0])
+def test_equals_the_naive_rule_on_inputs_of_another_size(kind: str, scale: float) -> None:
+    """That of what is not zero, here the same in all batches."""
+    batches = [batch(8) for _ in range(60)]
+    for x, _ in batches:
+        x *= torch.tensor([0.5, 1.0, 0.0, 0.2])
+        x *= scale / x[:, [0, 1, 3]].square().mean().sqrt()
+    naive = assert_equal(kind, 1, batches, {"0.weight": scale})
+    plain = assert_equal(kind, 1, batches[:2]) if scale > 0.5 else None  # what is large enough changes nothing
+    assert plain is None or naive.tensors["0.weight"].least == plain.tensors["0.weight"].least
+
+
+def assert_equal(
+    kind: str, every: int, batches: list[tuple[Tensor, Tensor]], inputs: dict[str, float] | None = None
+) -> NaiveRobust:
     """The library and the naive rule, which is returned, on the same batches."""
     model = net()
     shadow = copy.deepcopy(model)
-    naive = NaiveRobust(dict(model.named_parameters()), kind, every)
+    naive = NaiveRobust(dict(model.named_parameters()), kind, every, inputs)
     optimizer = KINDS[kind](model, measure_every=every)
     for step, (x, y) in enumerate(batches):
         optimizer.zero_grad()

@@ -70,6 +70,19 @@ def test_a_run_by_the_default_rule_is_the_librarys_and_so_is_its_average(kind: s
         assert found.average_test_error[-1] == pytest.approx(wrong.double().mean().item())
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_run_on_small_images_is_the_librarys_too(kind: str) -> None:
+    """The library goes by the first batch and the engine by all images, so that all of these are of one size."""
+    given = data()
+    small = Data(
+        0.05 * given.train_inputs.sign(), given.train_targets, 0.05 * given.test_inputs.sign(), given.test_targets
+    )
+    found, model, optim = both(small, Plan(f"auto-{kind}", batch=8, epochs=4, trace_points=1000))
+    same_weights(found.weights, model)
+    same_choices(found, optim)
+    assert optim.state[next(model.parameters())]["enlarged"] == 16**2
+
+
 def test_a_run_on_single_samples_is_the_librarys_too() -> None:
     """There is no spread to compare with; the same sample again and again makes the weights travel all the same."""
     first = torch.zeros(48, dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -33,9 +34,12 @@ def reach(beta: float) -> float:
 class NaiveRobust:
     """The tensors of a model under the robust rule, given their c_i. `metric` is "sgd", "adam" or "adagrad"."""
 
-    def __init__(self, weights: dict[str, Tensor], metric: str, measure_every: int = 1) -> None:
+    def __init__(
+        self, weights: dict[str, Tensor], metric: str, measure_every: int = 1, inputs: dict[str, float] | None = None
+    ) -> None:
         self.every, self.taken = measure_every, 0
-        self.tensors = {name: _Tensor(weight, metric) for name, weight in weights.items()}
+        inputs = inputs or {}  # root mean square of the data that a weight takes
+        self.tensors = {name: _Tensor(weight, metric, inputs.get(name, 1.0)) for name, weight in weights.items()}
         self.count = 0.0  # n
         self.counts: list[float] = []  # after each step
 
@@ -59,10 +63,14 @@ class NaiveRobust:
 
 
 class _Tensor:
-    def __init__(self, weight: Tensor, metric: str) -> None:
+    def __init__(self, weight: Tensor, metric: str, inputs: float) -> None:
         self.weight = weight.detach().double().clone()
         self.average = self.weight.clone()
-        self.start = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
+        enlarged = 2 ** max(0, round(math.log2(0.7 / inputs)))
+        self.least = 0.05 * self.weight.numel() ** 0.5
+        self.start = max((self.weight**2).sum().item() ** 0.5, self.least)
+        if enlarged > 1:
+            self.start = self.least = enlarged * self.start
         self.metric = metric
         self.estimate = torch.zeros_like(self.weight)
         self.square = torch.zeros_like(self.weight)
@@ -107,8 +115,7 @@ class _Tensor:
     def move(self, count: float, share: float) -> None:
         d = self.estimate / (1 - self.left) / self.h
         self.sizes.append((d * d).sum().item())
-        length = max((self.weight**2).sum().item(), 0.05**2 * self.weight.numel()) ** 0.5
-        length = min(length, 2 * self.start)
+        length = min(max((self.weight**2).sum().item() ** 0.5, self.least), 2 * self.start)
         size = max(recent(self.sizes), self.sizes[-1] / 1.6**2) ** 0.5
         self.rate = relative_step(count, self.t, share) * reach(self.beta) * length / size
         self.weight = self.weight - self.rate * d

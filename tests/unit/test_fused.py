@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from autoopt import AutoAdaGrad, AutoAdam, AutoAdamW, AutoNAdam, AutoSGD
 from autoopt.capture import Source
 from autoopt.optim import fused
-from autoopt.optim.bucket import HELD, Bucket
+from autoopt.optim.bucket import ENLARGED, HELD, Bucket
 from autoopt.optim.reading import Swept
 from autoopt.optim.robust import Robust
 from autoopt.optim.step import decided
@@ -403,7 +403,8 @@ class TestDecision:
         known = {
             "count": (age * torch.rand(units, dtype=torch.float64).to(DEVICE)).ceil(), "noise": signed(),
             HELD: torch.where(numbers() < 0.3, torch.nan, signed()), "carry": 0.9**age, "age": age,
-            "start": numbers(), "size": numbers() * (1e-39 if number % 7 == 0 else 1.0),
+            "start": numbers(), ENLARGED: numbers(1.0).clamp_min(1),
+            "size": numbers() * (1e-39 if number % 7 == 0 else 1.0),
             "gradient": numbers(), "variance": signed(),
             "measured": torch.minimum(age, torch.randint(0, longest, (units,)).double().to(DEVICE)),
             "alignment": signed().abs() * (-1.0, 1.0, 100.0)[number % 3], "usual": numbers(), "rate": numbers(),
@@ -519,6 +520,7 @@ class TestDecision:
             layers = [nn.Linear(4, 4) for _ in range(tensors // 2)] + [nn.Linear(4, 4, bias=False)] * (tensors % 2)
             model = nn.Sequential(*layers).to(DEVICE)
             optimizer = make(model, **options)
+            optimizer._made_buckets()[0][0].looks = 0  # the first steps also ask how large the inputs are
             for _ in range(3):
                 optimizer.zero_grad()
                 model(torch.randn(6, 4, device=DEVICE)).square().mean().backward()

@@ -62,6 +62,7 @@ class Pass:
     first: str = ""
     gathered: int = 0  # samples of all passes since the statistics were cleared
     group: "dist.ProcessGroup | None" = None  # the ranks that share the batch
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # weight that takes data -> its mean square, see `inputs`
     withheld: set[str] = field(default_factory=set)  # parameters whose gradients FSDP keeps until it may reduce them
     left: tuple[str, Tensor] | None = None  # a parameter that had a gradient before the first pass, and if not of zeros
     clears: bool = False  # whether gradients were seen to be cleared by zeros

@@ -40,6 +40,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
                 "exact statistics yet: call it with the input alone, or freeze it."
             )
         site.reached()
+        site.takes(input)
         if watch is not None:
             return watch.layer(site, functools.partial(_run, self), input)
         if site.routed:
@@ -51,6 +52,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
         if site is None or site.current.resting or not observable() or not site.trains():
             return plain.forward(self, *args, **options)
         site.reached()
+        site.takes(args[0] if args else options.get("input"))
         if site.current.watch is not None:
             return site.current.watch.layer(site, functools.partial(run, site), *args, **options)
         return run(site, *args, **options)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoopt.capture import inputs
 from autoopt.capture.aside import recording
 from autoopt.capture.current import Pass
 from autoopt.capture.ledger import Ledger
@@ -43,6 +44,7 @@ class Site:
         self.origins: dict[str, list[nn.Parameter]] = {}  # role of a computed tensor -> what it is computed from
         self.lent = False  # some of the origins belong to other layers' tensors too
         self.repeated = False  # from when the layer is first seen to be used more than once
+        self._looks = inputs.LOOKS if inputs.weights_of(layer) else 0  # at its inputs that are left
         self._waiting: dict[str, weakref.ref[Any]] = {}  # part of a call -> its last use that had no backward pass yet
         self._entered = -1  # the backward pass that last used a shadow
 
@@ -126,6 +128,17 @@ class Site:
         """Have the layer's layout found, outside of any compiled graph."""
         if self.current.entrance is not None and not torch.compiler.is_compiling():
             self.current.entrance.reach(self)
+
+    def takes(self, given: Any) -> None:
+        """Note how large the inputs are in the first passes, if they are data; outside of any graph."""
+        if torch.compiler.is_compiling() or not self._looks:
+            return
+        self._looks -= 1
+        size, noted = inputs.size(given), self.current.inputs
+        for role in inputs.weights_of(self.layer):
+            name = self.names.get(role)
+            if size is not None and name is not None:
+                noted[name] = torch.where(size > 0, size, noted[name]) if name in noted else size
 
     def takes_rows(self) -> bool:
         """Whether the layer may be given rows of any number, in any order."""

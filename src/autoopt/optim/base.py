@@ -216,6 +216,8 @@ class AutoOptimizer(Optimizer, ABC):
                     move(self, self._rule(reading.group), source, reading, there)
             self._average_running(readings)
         source.clear()
+        if not torch.compiler.is_compiling():
+            source.current.inputs.clear()
         if readings and any(group["measure_every"] > 1 for group in self.param_groups):
             self._now.steps += 1
         self._plan_step()

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from autoopt.capture import sharded, total
+from autoopt.capture.inputs import LOOKS
 
 ROW = 512
 PATTERNS = 64  # of missing gradients to remember
 RUN = 64  # rows that are summed up one after the other
 AVERAGE = "average"  # the buffer that holds the average of the weights, and so starts with them
+ENLARGED = "enlarged"  # the statistic that says by how much small inputs ask for larger weights, if they do
 HELD = "held"  # the statistic that holds the last V̂ measured, for the steps that measure none
 STATISTICS = torch.float64  # a handful of numbers per unit, whose differences matter
 
@@ -88,6 +90,7 @@ class Bucket:
         # for the tables of CUDA graphs to come, memory of the host and of the device; and those that graphs have
         self.spares: dict[str, tuple[Tensor, Tensor]] = {}
         self.recorded: list[tuple[Tensor, Tensor]] = []
+        self.looks = LOOKS if self.single else 0  # steps with other ranks that may still ask how large the inputs are
         self._present: dict[tuple[bool, ...], Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
         self._restore([state[i] for i in order])
@@ -107,7 +110,7 @@ class Bucket:
     def _restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take over what the state holds, then make the state views of this bucket."""
         for name, parameter, own, known in zip(self.names, self.params, self.views(), state, strict=True):
-            missing = sorted(own.keys() - known.keys() - {AVERAGE, HELD})
+            missing = sorted(own.keys() - known.keys() - {AVERAGE, HELD, ENLARGED})
             if "step" in known and missing:
                 raise ValueError(
                     f"the state of '{name}' has no '{missing[0]}': it was saved by another optimizer or under another "

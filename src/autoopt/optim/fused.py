@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoopt.capture.aside import recording
 from autoopt.moments.operation import alike
-from autoopt.optim.bucket import AVERAGE, HELD, ROW, STATISTICS, Bucket
+from autoopt.optim.bucket import AVERAGE, ENLARGED, HELD, ROW, STATISTICS, Bucket
 
 ENABLED = os.environ.get("AUTOOPT_FUSED") != "0" and importlib.util.find_spec("triton") is not None
 SUMS = 8  # how many there are, below
@@ -181,7 +181,7 @@ class Sweep:
                 matrix, float(samples) if isinstance(samples, int) else matrix if samples is None else samples,
                 matrix if total is None else total,
                 moves if self.present is None else self.present.view(torch.uint8),
-                bucket.unit_of_tensor, bucket.elements, bucket.steps,
+                bucket.unit_of_tensor, bucket.elements, known[ENLARGED], bucket.steps,
                 known["count"], known["noise"], known.get(HELD, matrix), known["carry"], known["age"], known["start"],
                 known["size"], known["gradient"], known["variance"], known["measured"], known["alignment"],
                 known["usual"], known["rate"], moves, scale, shrink, newest, momentum, units,

@@ -272,9 +272,10 @@ def _relative_step(count, age, share):
 
 
 @triton.jit
-def _rate(ratio, weights, start, elements, size, now):
+def _rate(ratio, weights, start, elements, enlarged, size, now):
     """As `relative.rate`."""
     least = elements * (FLOOR * FLOOR)
+    least = enlarged * tl.where(enlarged > 1, _larger(start, least), least)
     bounded = _smaller(_larger(weights, least), _larger(start, least) * (GROWTH * GROWTH))
     length = _larger(size, now / (LONGEST * LONGEST))
     return tl.where(size > elements * SMALLEST, ratio * tl.sqrt(bounded / length), 0.0)
@@ -282,7 +283,7 @@ def _rate(ratio, weights, start, elements, size, now):
 
 @triton.jit
 def decide(
-    sums, samples, total, present, unit_of_tensor, elements,
+    sums, samples, total, present, unit_of_tensor, elements, enlargements,
     steps, counts, noises, helds, carries, ages, starts, sizes, gradients, variances, measurements, alignments, usuals,
     rates, moves, scales, shrinks, newests, betas, units,
     MEASURES: tl.constexpr, COUNTED: tl.constexpr, HOLDS: tl.constexpr, ALONE: tl.constexpr, PRESENT: tl.constexpr,
@@ -316,6 +317,7 @@ def decide(
     usual = tl.load(usuals + unit, mask=valid, other=0.0)
     rate = tl.load(rates + unit, mask=valid, other=0.0)
     of_all = tl.load(elements + unit, mask=valid, other=1.0)
+    enlarged = tl.load(enlargements + unit, mask=valid, other=1.0)
     largest = tl.sum(size_g + spread, 0) if ALONE else tl.load(total)
     finite = tl.zeros_like(gg) + largest < INFINITY  # in every lane: the interpreter has no mask of one
     live = valid & finite & (size_g > 0)
@@ -357,7 +359,7 @@ def decide(
     # the length of the step
     share = _signal(variance, gradient, live & (seen > 0))
     ratio = _relative_step(count, age, share) * tl.sqrt((1 - beta) / (1 + beta) * SPREADS)
-    rate = tl.where(live, _rate(ratio, weights, start, of_all, _corrected(size, age), now), rate)
+    rate = tl.where(live, _rate(ratio, weights, start, of_all, enlarged, _corrected(size, age), now), rate)
     newest = tl.full((BLOCK,), WINDOW + 1, tl.float64) / (_larger(count, 1.0) + WINDOW)
 
     if MEASURES:

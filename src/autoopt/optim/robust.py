@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoopt.optim.bucket import Bucket
+from autoopt.optim.bucket import ENLARGED, Bucket
 from autoopt.optim.rule import Lengths, Products
 from autoopt.oracle import relative
 
@@ -21,6 +21,7 @@ class Robust:
             "carry": 1.0,
             "age": 0.0,  # t
             "start": 0.0,  # |w|² before the first step
+            ENLARGED: 1.0,  # by how much small inputs ask for a larger |w|²
             "size": 0.0,  # average of |d|²
             "gradient": 0.0, "variance": 0.0, "measured": 0.0,  # averages of <g,g> and V̂, and over how many steps
             "alignment": 0.0, "usual": 0.0,  # averages of <g,u> and of its square
@@ -61,8 +62,8 @@ class Robust:
         # both averages are over the same steps, so that s, by their ratio, needs no correction for the start
         share = relative.signal(known["variance"], known["gradient"], live & (seen > 0))
         ratio = relative.relative_step(known["count"], age, share) * relative.reach(kept)
-        smallest = torch.finfo(bucket.compute).tiny
-        rate = relative.rate(ratio, square, start, bucket.elements, _corrected(known["size"], age), size, smallest)
+        smallest, usual = torch.finfo(bucket.compute).tiny, _corrected(known["size"], age)
+        rate = relative.rate(ratio, square, start, bucket.elements, known[ENLARGED], usual, size, smallest)
         return bucket.keep("rate", live, rate) / correction, ratio
 
     def _look(self, bucket: Bucket, live: Tensor, later: Tensor, ever: Tensor, estimate: Tensor) -> None:

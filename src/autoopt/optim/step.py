@@ -7,8 +7,9 @@ from torch import Tensor
 
 from autoopt import oracle
 from autoopt.capture import Source
+from autoopt.capture.aside import recording
 from autoopt.optim import fused
-from autoopt.optim.bucket import AVERAGE, HELD, Bucket, add_, mask_, row_squares
+from autoopt.optim.bucket import AVERAGE, ENLARGED, HELD, STATISTICS, Bucket, add_, mask_, row_squares
 from autoopt.optim.fused import Decision
 from autoopt.optim.reading import Moments, Reading, Swept
 from autoopt.optim.rule import Products, Rule
@@ -34,10 +35,37 @@ def move(optimizer: Metric, rule: Rule, source: Source, reading: Reading | Swept
         reading: what to go by.
         total: finite where all is that must be, of all buckets and ranks; None: there are no others.
     """
+    bucket = reading.bucket
+    if ENLARGED in bucket.statistics and bucket.looks and not _traced(bucket):
+        _look_at_inputs(source, bucket)
     if isinstance(reading, Swept):
         _move_swept(rule, source, reading, total)
     else:
         _move_rows(optimizer, rule, source, reading, total)
+
+
+def _traced(bucket: Bucket) -> bool:
+    """Whether the step becomes a graph, which every later step would run again."""
+    return torch.compiler.is_compiling() or recording(bucket.device)
+
+
+def _look_at_inputs(source: Source, bucket: Bucket) -> None:
+    """Before the first step of a weight: how large is the data that it takes? One that shares its rate has no answer.
+
+    With several ranks all have to ask at the same steps; else it is enough that something was noted.
+    """
+    noted = source.current.inputs
+    if source.ranks > 1:
+        bucket.looks -= 1
+    elif not noted:
+        return
+    inputs = bucket.stack([noted.get(name) for name in bucket.names]).to(STATISTICS)
+    known = (inputs > 0) & (inputs < torch.inf)
+    if source.ranks > 1:
+        inputs, ranks = source.over_ranks(torch.stack([torch.where(known, inputs, 0.0), known.to(inputs)]))
+        inputs, known = inputs / ranks, ranks > 0
+    first = bucket.statistics["age"] == 0
+    bucket.keep(ENLARGED, first, torch.where(known, oracle.relative.enlarged(inputs), 1.0))
 
 
 def _movers(

@@ -22,6 +22,8 @@ WORST = -1.0  # share of signal that a unit has at least: where all that samples
 WARM_UP = 100  # steps over which the relative step rises to its size
 LONGEST = 1.6  # no direction counts as longer than so many times its usual length: gradients jump when the data shifts
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least: biases start at zero
+SMALL = 0.7  # root mean square of data; the weight that takes smaller data is taken to be larger than it is,
+ENLARGED = 7  # by at most so many powers of two: what is nearly zero may be so in the first batch alone
 GROWTH = 2  # and at most so many times what it had at the start: noise makes weights grow, and must not feed on that
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
 STEADY = 0.3  # alignment over noise from which on the weights travel: six deviations of the noise along one direction
@@ -79,13 +81,32 @@ def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
     return torch.minimum(decay * count.rsqrt(), largest) * (age / WARM_UP).clamp_max(1)  # n < 1: ρ₁ too
 
 
+def enlarged(inputs: Tensor) -> Tensor:
+    """By how much the square of a weight that takes data is to be larger: by 100 for inputs of a tenth.
+
+    The nearest power of 4, so that it hardly depends on which samples are in the batch that is looked at.
+
+    Args:
+        inputs: their mean square.
+    """
+    return 4.0 ** (SMALL**2 / inputs).log2().div(2).round().clamp(0, ENLARGED)
+
+
 def rate(
-    ratio: Tensor, weights: Tensor, start: Tensor, elements: Tensor, size: Tensor, now: Tensor, smallest: float
+    ratio: Tensor,
+    weights: Tensor,
+    start: Tensor,
+    elements: Tensor,
+    enlarged: Tensor,
+    size: Tensor,
+    now: Tensor,
+    smallest: float,
 ) -> Tensor:
     """α such that a step α·d of the usual length has the length ρ·|w|, with |w| kept between two bounds.
 
-    |w| is taken to be at least that of FLOOR in every element, and at most GROWTH times what it was at the start. A
-    step of more than LONGEST times the usual length is shortened to that.
+    |w| is taken to be at least that of FLOOR in every element, and at most GROWTH times what it was at the start; where
+    inputs are small, at least what they ask for, and at most GROWTH times that. A step of more than LONGEST times the
+    usual length is shortened to that.
 
     It is zero where the direction is so short that its squares were lost to rounding, and with them its length.
 
@@ -94,11 +115,13 @@ def rate(
         weights: |w|².
         start: |w|² before the first step.
         elements: how many there are.
+        enlarged: what small inputs ask for, over what the square was at the start; 1 where they are not small.
         size: the mean square length of the direction d over the last steps, this one among them.
         now: |d|² of this step.
         smallest: the square of an element that is still exact.
     """
     least = FLOOR**2 * elements
+    least = enlarged * torch.where(enlarged > 1, torch.maximum(start, least), least)
     bounded = torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least))
     alpha = ratio * (bounded / torch.maximum(size, now / LONGEST**2)).sqrt()
     return torch.where(size > smallest * elements, alpha, 0.0)

@@ -6,6 +6,7 @@ holds every one of them against the library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -30,6 +31,8 @@ WORST = -1.0  # share of signal that a tensor has at least
 WARM_UP = 100  # steps
 LONGEST = 1.6  # times its usual length that a direction counts as at most
 FLOOR = 0.05  # root mean square weight that a tensor is taken to have at least
+SMALL = 0.7  # root mean square of images; the weight that takes smaller ones is taken to be larger than it is,
+ENLARGED = 7  # by at most so many powers of two
 GROWTH = 2  # and at most so many times that of its start
 WINDOW = 4  # the average of the weights is over about the last 1/(WINDOW + 1) of the run
 STEADY = 0.3  # alignment over noise from which on the weights travel
@@ -163,6 +166,10 @@ class Robust(Automatic):
     def _bounded(self, weights: Tensor, start: Tensor) -> Tensor:
         """|w|, between its bounds; both arguments are squares."""
         least = FLOOR**2 * self.layout.elements.to(weights.dtype)
+        power = min(max(0, round(math.log2(SMALL**2 / self.images) / 2)), ENLARGED)
+        if power:
+            least = least.expand_as(start).clone()
+            least[:, 0] = 4**power * torch.maximum(start, least)[:, 0]  # the first tensor takes the images
         return torch.minimum(torch.maximum(weights, least), GROWTH**2 * torch.maximum(start, least)).sqrt()
 
 

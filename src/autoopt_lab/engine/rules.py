@@ -88,6 +88,7 @@ class Rule:
 
     options: ClassVar[Mapping[str, float]] = {}
     moments: ClassVar[bool] = False
+    images = 1.0  # mean square of what is not zero in them, for rules that ask how large the data is
 
     def __init__(self, metric: Metric, layout: Layout, batch: int, option: Mapping[str, Tensor]) -> None:
         self.metric = metric

@@ -130,6 +130,7 @@ class Chunk:
         self.weights = torch.stack([starts[run.seed] for run in runs]).to(device, dtype)
         layout = Layout(net.sizes, device)
         self.rule = make_rule(plan.optimizer, layout, plan.batch, [run.options for run in runs], self.weights)
+        self.rule.images = (self.images.norm().square() / self.images.count_nonzero()).item()
         self.state = {name: x.clone() for name, x in self.rule.start(self.weights).items()}
         self.averaged = self.weights.clone()
         self.rates = torch.cat([torch.full((s.outputs,), s.drop) for s in net.stages if s.drop] or [torch.zeros(0)]).to(
