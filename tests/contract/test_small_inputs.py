@@ -17,7 +17,7 @@ from autoopt import AutoAdam, AutoSGD
 from contract.small import assert_same, backward, batches, mlp, snapshot, train
 
 SMALL = 0.01
-FACTOR = 64.0**2  # 0.7 / SMALL is 70
+FACTOR = 64.0**2  # 0.5 / SMALL is 50
 
 
 def signs(*shape: int) -> Tensor:

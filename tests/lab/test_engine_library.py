@@ -80,7 +80,7 @@ def test_a_run_on_small_images_is_the_librarys_too(kind: str) -> None:
     found, model, optim = both(small, Plan(f"auto-{kind}", batch=8, epochs=4, trace_points=1000))
     same_weights(found.weights, model)
     same_choices(found, optim)
-    assert optim.state[next(model.parameters())]["enlarged"] == 16**2
+    assert optim.state[next(model.parameters())]["enlarged"] == 8**2
 
 
 def test_a_run_on_single_samples_is_the_librarys_too() -> None:

@@ -66,7 +66,7 @@ class _Tensor:
     def __init__(self, weight: Tensor, metric: str, inputs: float) -> None:
         self.weight = weight.detach().double().clone()
         self.average = self.weight.clone()
-        enlarged = 2 ** max(0, round(math.log2(0.7 / inputs)))
+        enlarged = 2 ** max(0, round(math.log2(0.5 / inputs)))
         self.least = 0.05 * self.weight.numel() ** 0.5
         self.start = max((self.weight**2).sum().item() ** 0.5, self.least)
         if enlarged > 1:
