@@ -225,8 +225,6 @@ def test_two_threads_leave_the_compiler_as_it_was() -> None:
 
 
 def test_what_the_first_pass_did_not_run_is_seen_when_it_does() -> None:
-    """By name: alone it cannot be told which of its rows are a sample's."""
-
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()

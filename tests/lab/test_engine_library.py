@@ -83,6 +83,13 @@ def test_a_run_on_small_images_is_the_librarys_too(kind: str) -> None:
     assert optim.state[next(model.parameters())]["enlarged"] == 8**2
 
 
+def test_images_that_are_all_zero_have_no_size() -> None:
+    given = data()
+    blank = Data(0 * given.train_inputs, given.train_targets, 0 * given.test_inputs, given.test_targets)
+    found, model, _ = both(blank, Plan("auto-sgd", batch=8, epochs=1))
+    same_weights(found.weights, model)
+
+
 def test_a_run_on_single_samples_is_the_librarys_too() -> None:
     """There is no spread to compare with; the same sample again and again makes the weights travel all the same."""
     first = torch.zeros(48, dtype=torch.int64)

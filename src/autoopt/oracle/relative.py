@@ -82,7 +82,7 @@ def relative_step(count: Tensor, age: Tensor, share: Tensor) -> Tensor:
 
 
 def enlarged(inputs: Tensor) -> Tensor:
-    """By how much the square of a weight that takes data is to be larger: by 100 for inputs of a tenth.
+    """By how much the square of a weight that takes data is to be larger: about 100 times for 0.05.
 
     The nearest power of 4, so that it hardly depends on which samples are in the batch that is looked at.
 

@@ -166,7 +166,8 @@ class Robust(Automatic):
     def _bounded(self, weights: Tensor, start: Tensor) -> Tensor:
         """|w|, between its bounds; both arguments are squares."""
         least = FLOOR**2 * self.layout.elements.to(weights.dtype)
-        power = min(max(0, round(math.log2(SMALL**2 / self.images) / 2)), ENLARGED)
+        known = self.images > 0  # not if all are zero
+        power = min(max(0, round(math.log2(SMALL**2 / self.images) / 2)), ENLARGED) if known else 0
         if power:
             least = least.expand_as(start).clone()
             least[:, 0] = 4**power * torch.maximum(start, least)[:, 0]  # the first tensor takes the images
