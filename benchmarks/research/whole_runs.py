@@ -275,6 +275,8 @@ class Run:
             # autocast anew: it may keep the weights that it has cast
             with self.optimizer.averaged(), torch.no_grad(), self.autocast():  # type: ignore[attr-defined]
                 point["averaged"] = self.task.evaluate(self.model, last)
+            tuned = self.optimizer.tuned().values()  # type: ignore[attr-defined]
+            point["momentum"] = sum(found.momentum for found in tuned) / len(tuned)  # below 0.9 where n is below t
         self.model.train()
         return point
 
