@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoopt.capture.composite import Composite, LinearUse, lowered
+from autoopt.capture.composite import Composite, LinearUse
 from autoopt.capture.copies import Copies
+from autoopt.capture.current import operands
 from autoopt.moments import Contributions, Product
 from autoopt.moments.attention import Attention, Block, merged
 
@@ -38,7 +39,7 @@ class Call:
 
     def linear(self, x: Tensor, weight: Block, bias: Block | None) -> Tensor:
         """As `attention.Parameters` has it."""
-        x, w, b = lowered(x, self._rows(weight), None if bias is None else self._rows(bias))
+        x, w, b = operands(x, self._rows(weight), None if bias is None else self._rows(bias))
         output: Tensor = LinearUse.apply(  # type: ignore[no-untyped-call]
             self.site,
             f"{weight.name}[{weight.start}]",

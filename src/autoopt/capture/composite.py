@@ -33,6 +33,10 @@ class Composite(Site):
     """
 
     eager = True
+    advice = (
+        "Give the layer (batch, time, features) or (batch · parts, time, features), the parts of a sample one after "
+        f"the other. If it is given a PackedSequence, {PACKING}. Or leave it to another optimizer through param_groups."
+    )
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -76,16 +80,6 @@ class Composite(Site):
                 f"{PACKING}."
             )
         return graph
-
-    def unknown(self, x: Tensor | None = None) -> RuntimeError:
-        """As in any site."""
-        shape = "" if x is None else f" (its shape is {tuple(x.shape)})"
-        return RuntimeError(
-            f"which rows of the input of layer '{self.name}' ({self.plain.__name__}) belong to one sample cannot be "
-            f"told{shape}: where one sample changes, so do rows that are not one block of an axis. Give the layer "
-            "(batch, time, features) or (batch · parts, time, features), the parts of a sample one after the other. If "
-            f"it is given a PackedSequence, {PACKING}. Or leave it to another optimizer through param_groups."
-        )
 
     def spread(self, copies: Tensor) -> Tensor:
         """What each sample has, (samples, ...), for each of its rows."""
@@ -181,13 +175,3 @@ def _grouped(rows: Tensor, ctx: Any) -> Tensor:
     """(rows, ...) -> (samples, rows of each, ...)."""
     grouped: Tensor = rows.unflatten(0, (ctx.fold, -1) if ctx.strided else (-1, ctx.fold))
     return grouped.transpose(0, 1) if ctx.strided else grouped
-
-
-def lowered(*tensors: Tensor | None) -> list[Any]:
-    """What autocast does to the operands of a linear layer, done where autograd sees it."""
-    x = tensors[0]
-    assert x is not None
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
-        return list(tensors)
-    lower = torch.get_autocast_dtype(x.device.type)
-    return [None if tensor is None else tensor.to(lower) for tensor in tensors]

@@ -34,6 +34,11 @@ def lowered(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
+def operands(*tensors: Tensor | None) -> list[Any]:
+    """The same of all operands, some of which may be missing."""
+    return [None if tensor is None else lowered(tensor) for tensor in tensors]
+
+
 def executes(node: Any) -> bool:
     """Whether the backward pass that runs this reaches a node of the graph. Those that it gives back it does not."""
     try:

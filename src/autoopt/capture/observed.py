@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from autoopt.capture import glance
 from autoopt.capture.composite import Composite
-from autoopt.capture.current import lowered, observable
+from autoopt.capture.current import observable, operands
 from autoopt.capture.distributed import active_group
 from autoopt.capture.function import Observe
 from autoopt.capture.generated import subclass
@@ -93,7 +93,7 @@ def _run(layer: Any, x: Tensor) -> Tensor:
     derived = {"weight": weight, "bias": bias} if site.origins else None
     if operation.lowers:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.
-        batch, weight, bias = lowered(batch), lowered(weight), None if bias is None else lowered(bias)
+        batch, weight, bias = operands(batch, weight, bias)
     leaves = site.leaves(batch.device)
     output: Tensor = Observe.apply(operation, site, derived, batch, weight, bias, *leaves)  # type: ignore[no-untyped-call]
     if single:

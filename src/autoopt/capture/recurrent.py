@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from autoopt.capture.composite import Composite, LinearUse, describe, lowered, of_samples, summed
+from autoopt.capture.composite import Composite, LinearUse, describe, of_samples, summed
+from autoopt.capture.current import operands
 from autoopt.moments import Product, precision, recurrent
 from autoopt.moments.operation import owned
 
@@ -165,7 +166,7 @@ def run_cell(site: Composite, layer: Any, input: Tensor, hx: Any = None) -> Any:
 def _gates(site: Composite, layer: Any, kind: str, x: Tensor) -> Tensor:
     """What a cell's input ("ih") or state ("hh") sends to its gates."""
     weight, bias = getattr(layer, f"weight_{kind}"), getattr(layer, f"bias_{kind}")
-    x, lower_weight, lower_bias = lowered(x, weight, bias)
+    x, lower_weight, lower_bias = operands(x, weight, bias)
     of_weight, of_bias = functools.partial(site.product, weight), functools.partial(site.sum, bias)
     gates: Tensor = LinearUse.apply(site, kind, of_weight, of_bias, x, lower_weight, lower_bias)  # type: ignore[no-untyped-call]
     return gates

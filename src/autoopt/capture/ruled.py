@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoopt.capture.copies import Sole, enter, once
-from autoopt.capture.current import lowered
+from autoopt.capture.current import operands
 from autoopt.capture.ledger import Ledger
 from autoopt.capture.sampled import moments
 from autoopt.moments import Operation
@@ -76,7 +76,7 @@ def run(known: Known, ledger: Ledger, sole: Sole) -> Tensor:
     """The result of the call."""
     operation, x, weight, bias = known
     if operation.lowers:
-        x, weight, bias = lowered(x), lowered(weight), None if bias is None else lowered(bias)
+        x, weight, bias = operands(x, weight, bias)
     output: Tensor = Ruled.apply(operation, ledger, known, sole, x, weight, bias)  # type: ignore[no-untyped-call]
     return output
 

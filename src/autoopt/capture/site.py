@@ -29,6 +29,12 @@ class Site:
     strided = False  # the rows of a sample are not consecutive: it is every N-th one
     settled = False  # all of this was seen when a sample was changed
     routed = False  # rows come to it in any number and order: a Watch has to tell which sample each belongs to
+    advice = (  # for who gives it rows that nobody can tell apart
+        "Rows that are routed, as to the experts of a mixture, are followed through indices and masks to Linear, "
+        "LayerNorm and RMSNorm, outside of checkpoints. Route them so, give the model the batch as first axis "
+        "(batch_first=True), reshape to (batch, positions, features) before the layer, or leave it to another "
+        "optimizer through param_groups."
+    )
 
     def __init__(
         self, name: str, layer: nn.Module, plain: type[nn.Module], prepare: Prepare, current: Pass, ledger: Ledger
@@ -155,11 +161,7 @@ class Site:
         shape = "" if x is None else f" (its shape is {tuple(x.shape)})"
         return RuntimeError(
             f"which rows of the input of layer '{self.name}' ({self.plain.__name__}) belong to one sample cannot be "
-            f"told{shape}: where one sample changes, so do rows that are not one block of an axis. Rows that are "
-            "routed, as to the experts of a mixture, are followed through indices and masks to Linear, LayerNorm and "
-            "RMSNorm, outside of checkpoints. Route them so, give the model the batch as first axis "
-            "(batch_first=True), reshape to (batch, positions, features) before the layer, or leave it to another "
-            "optimizer through param_groups."
+            f"told{shape}: where one sample changes, so do rows that are not one block of an axis. {self.advice}"
         )
 
     def grouped(self, x: Tensor) -> Tensor:
