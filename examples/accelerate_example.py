@@ -1,6 +1,6 @@
 """Accelerate: prepare() takes the optimizer like any other. Run it plainly, or with `accelerate launch`.
 
-pip install 'autoopt[hf]'; python examples/accelerate_example.py --steps 200
+pip install '.[hf]'; python examples/accelerate_example.py --steps 200
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The Hugging Face Trainer: auto(...) makes the optimizer once the model is in place; the callback logs what it chose.
 
-pip install 'autoopt[hf]'; python examples/hf_trainer_example.py --steps 200
+pip install '.[hf]'; python examples/hf_trainer_example.py --steps 200
 """
 
 import argparse
@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from autoopt import AutoAdam
+from autoopt import AutoAdamW
 from autoopt.integrations.huggingface import AutoOptCallback, auto
 
 
@@ -48,12 +48,13 @@ def main() -> None:
         ),
         train_dataset=rows[:1440],
         eval_dataset=rows[1440:],
-        optimizer_cls_and_kwargs=auto(AutoAdam, weight_decay=0.01),
+        optimizer_cls_and_kwargs=auto(AutoAdamW, weight_decay=0.01),
         compute_metrics=lambda result: {"error": (result.predictions.argmax(1) != result.label_ids).mean()},
     )
     trainer.add_callback(AutoOptCallback(trainer, every=100))
     trainer.train()
-    print(f"test error {trainer.evaluate()['eval_error']:.2%}")
+    with trainer.optimizer.optimizer.averaged():  # behind Accelerate's wrapper
+        print(f"test error {trainer.evaluate()['eval_error']:.2%}")
 
 
 if __name__ == "__main__":

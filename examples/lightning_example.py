@@ -1,6 +1,6 @@
 """Lightning: return the optimizer from configure_optimizers; the monitor logs rate, momentum and noise of every layer.
 
-pip install 'autoopt[lightning]'; python examples/lightning_example.py --steps 200
+pip install '.[lightning]'; python examples/lightning_example.py --steps 200
 """
 
 import argparse

@@ -38,7 +38,7 @@ def main() -> None:
         F.cross_entropy(outputs, y).backward()
         optimizer.step()
 
-    half, window = args.steps // 2, args.steps // 20
+    half, window = args.steps // 2, max(1, args.steps // 20)
     parts = errors[half - window : half], errors[half : half + window], errors[-window:]
     before, after, end = (sum(part) / window for part in parts)
     print(f"error before the drift {before:.1%}, right after it {after:.1%}, at the end {end:.1%}")

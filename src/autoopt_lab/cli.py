@@ -1,5 +1,6 @@
 """The command line `autoopt`."""
 
+import importlib.metadata
 import math
 import os
 import sys
@@ -47,8 +48,18 @@ def main() -> None:
     sys.exit(status)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"autoopt {importlib.metadata.version('autoopt')}")
+        raise typer.Exit
+
+
 @app.callback()
-def laboratory() -> None:
+def laboratory(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """AutoOpt's laboratory: optimizers that set their own learning rate and momentum, put to the test."""
 
 
@@ -155,8 +166,10 @@ def sweep(
     """Train every combination of the settings, many side by side; interrupted, it goes on where it was."""
     from autoopt_lab.paper import seed_range
     from autoopt_lab.record import Conditions, Group, Manifest
+    from autoopt_lab.sweep import check_rate
 
     with _mendable():
+        check_rate(optimizer, lr is not None)
         grid: list[dict[str, float]] = [{}]
         for name, values in (("lr", lr), ("momentum", momentum)):
             if values is not None:
@@ -193,7 +206,7 @@ def train(
     console, folder = Console(), Folder(out)
     with _mendable(), _resumable():
         wanted = manifest(task, optimizer, lr, batch, epochs, seed_range(seeds))
-        check_task(load_task(task, data))
+        check_task(load_task(task, data), batch)
         with outstanding(folder, wanted, "cpu") as todo:
             jobs = [job for chunk in todo for job in chunk]
             runs = train_each(folder, jobs, wanted.conditions, data)
@@ -232,7 +245,7 @@ def compare(
         names, left_out = wanted(optimizers)
         plan = comparing.Plan(task, epochs, batch, tuple(seed_range(seeds)), data)
         subject = load_task(task, data)
-        check_task(subject)
+        check_task(subject, batch)
     with _writing(out):
         check_writable(out)
     if left_out:
@@ -273,6 +286,8 @@ def _numbers(option: str, values: str) -> list[float]:
         numbers = []
     if not numbers or not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise typer.TyperException(f"{option} {values} is not a list of numbers separated by commas, such as 0.01,0.1")
+    if option == "--momentum" and not all(number < 1 for number in numbers):
+        raise typer.TyperException(f"--momentum {values} is not a list of numbers below 1, such as 0,0.9")
     if option == "--batch" and not all(number >= 1 and number.is_integer() for number in numbers):
         raise typer.TyperException(f"--batch {values} is not a list of whole numbers, such as 64,128")
     return numbers

@@ -62,6 +62,8 @@ def _content(file: Path) -> tuple[Manifest, list[Part]]:
             raise ValueError(f"{', '.join(bad)} is not what was packed")
         manifest = read_manifest(contents["manifest.json"], file)
         return manifest, [Part.from_bytes(contents[name]) for name in listed if name != "manifest.json"]
+    except FileNotFoundError:
+        raise RecordError(f"{file} does not exist: name a file of packed results") from None
     except (OSError, tarfile.TarError, KeyError, ValueError, AttributeError) as error:
         raise RecordError(f"{file} is no file of packed results, or is damaged ({error}): pack it again") from None
 

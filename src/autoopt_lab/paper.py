@@ -98,7 +98,8 @@ def chosen(manifest: Manifest, seeds: str | None, only: Sequence[str]) -> Callab
     select = selection(seeds, only)
     if not any(map(select, manifest.jobs())):
         names = ", ".join(dict.fromkeys(f"{group.task}/{group.optimizer}" for group in manifest.groups))
-        raise SweepError(f"no run has seeds {seeds or 'at all'} and is in {' '.join(only) or '*'}: there are {names}")
+        asked = [f"--seeds {seeds}"] * bool(seeds) + [f"--only {pattern}" for pattern in only]
+        raise SweepError(f"{' '.join(asked)} matches no run: there are {names}")
     return select
 
 

@@ -275,8 +275,12 @@ class Folder:
             for name, value in asdict(old.conditions).items()
             if value != getattr(new.conditions, name)
         ]
+        if differing and not any(self.parts_path.glob("*.npz")):
+            return new  # what began here came to nothing
         if differing:
-            raise RecordError(f"{self.path} holds runs under other conditions ({differing[0]}): choose another folder")
+            raise RecordError(
+                f"{self.path} holds runs under other conditions ({differing[0]}): choose another folder with --out"
+            )
         return replace(old, groups=(*old.groups, *(group for group in new.groups if group not in old.groups)))
 
     def _begun(self) -> dict[str, Any] | None:

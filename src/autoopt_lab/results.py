@@ -47,7 +47,7 @@ def load(path: Path) -> tuple[Results, list[str]]:
         return joined(folder.manifest(), parts), list(damaged.values())
     if (path / "results.parquet").exists():
         return _read(path), list(damaged.values())
-    raise RecordError(f"{path} holds no results: run the sweep first, or choose another folder")
+    raise RecordError(f"{path} holds no results: run train, sweep or paper first, or choose another folder")
 
 
 def joined(manifest: Manifest, parts: list[Part]) -> Results:
@@ -77,7 +77,7 @@ def compact(path: Path) -> Results:
     folder = Folder(path)
     parts, _ = folder.parts()
     if not parts:
-        raise RecordError(f"{path} holds no parts: run the sweep first, or choose another folder")
+        raise RecordError(f"{path} holds no parts: run train, sweep or paper first, or choose another folder")
     results = joined(folder.manifest(), parts)
 
     def written(columns: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 
 from autoopt_lab.provenance import provenance
 from autoopt_lab.record import Columns, Conditions, Folder, Group, Job, Manifest, Part, three_digits
-from autoopt_lab.sweep import SweepError, module_of
+from autoopt_lab.sweep import SweepError, check_batch, check_rate, module_of
 from autoopt_lab.tasks import Data, Task
 from autoopt_lab.train import AUTO, PLAIN, Run, Setting, train
 
@@ -28,19 +28,25 @@ def load_task(name: str, folder: Path | None = None) -> Task:
         return mnist.task(folder) if name == "mnist" else cifar10.task(folder)
     file, _, attribute = name.partition(":")
     path = Path(file)
-    if path.suffix != ".py" or not path.is_file() or not attribute:
+    if path.suffix != ".py" or not attribute:
         raise SweepError(f"there is no task {name!r}: choose digits, mnist, cifar10 or FILE.py:NAME of your own")
-    task = getattr(module_of(path), attribute, None)
+    if not path.is_file():
+        raise SweepError(f"there is no task {name!r}: {file} does not exist")
+    module = module_of(path)
+    if not hasattr(module, attribute):
+        raise SweepError(f"there is no task {name!r}: {file} has no {attribute!r}")
+    task = getattr(module, attribute)
     if not isinstance(task, Task):
         raise SweepError(f"{name} is {type(task).__name__}, not an autoopt_lab.tasks.Task: make it one")
     return task
 
 
-def check_task(task: Task) -> None:
+def check_task(task: Task, batch: int) -> None:
     """SweepError where the parts of a task do not fit together, found with two samples before anything is trained."""
     data = task.data()
     if not isinstance(data, Data):
         raise SweepError(f"the task's data() returned {type(data).__name__}, not an autoopt_lab.tasks.Data")
+    check_batch(batch, data, task.name)
     for split, inputs, targets in (
         ("train", data.train_inputs, data.train_targets),
         ("test", data.test_inputs, data.test_targets),
@@ -66,9 +72,7 @@ def check_task(task: Task) -> None:
 def manifest(task: str, optimizer: str, lr: float | None, batch: int, epochs: int, seeds: Sequence[int]) -> Manifest:
     if optimizer not in {**AUTO, **PLAIN}:
         raise SweepError(f"there is no optimizer {optimizer!r}: choose one of {', '.join([*AUTO, *PLAIN])}")
-    if (lr is None) == (optimizer in PLAIN):
-        needed = "takes no learning rate: leave --lr away" if lr is not None else "needs a learning rate: give --lr"
-        raise SweepError(f"{optimizer} {needed}")
+    check_rate(optimizer, lr is not None)
     options: dict[str, float] = {} if lr is None else {"lr": lr}
     group = Group(task, optimizer, (batch,), (options,), tuple(seeds))
     return Manifest("train", Conditions(epochs, precision="float32"), (group,))

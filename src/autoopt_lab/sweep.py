@@ -22,6 +22,7 @@ import torch
 
 from autoopt_lab import devices
 from autoopt_lab.engine import RULES, Net, Plan, Result, Run, train
+from autoopt_lab.names import COUNTERPARTS
 from autoopt_lab.provenance import provenance
 from autoopt_lab.record import Columns, Conditions, Folder, Job, Manifest, Part, three_digits
 from autoopt_lab.tasks import Data
@@ -74,6 +75,20 @@ def chunks(jobs: Sequence[Job], width: Callable[[int], int]) -> list[list[Job]]:
         pieces = math.ceil(len(same) / width(batch))
         cut += [same[len(same) * k // pieces : len(same) * (k + 1) // pieces] for k in range(pieces)]
     return sorted(cut, key=lambda chunk: (chunk[0].seed, abs(math.log2(chunk[0].batch / 128))))
+
+
+def check_rate(optimizer: str, given: bool) -> None:
+    """SweepError unless the plain optimizers, and not the automatic ones, are given a rate."""
+    if given and optimizer in COUNTERPARTS:
+        raise SweepError(f"{optimizer} takes no learning rate: leave --lr away")
+    if not given and optimizer in COUNTERPARTS.values():
+        raise SweepError(f"{optimizer} needs a learning rate: give --lr")
+
+
+def check_batch(batch: int, data: Data, task: str) -> None:
+    """SweepError where there are fewer training samples than a batch holds."""
+    if batch > len(data.train_targets):
+        raise SweepError(f"a batch of {batch} does not fit the {len(data.train_targets)} training samples of {task}")
 
 
 # -- one chunk -----------------------------------------------------------------------------------------------------
@@ -136,8 +151,7 @@ def train_chunk(jobs: list[Job], conditions: Conditions, folder: Path | None, de
     task, optimizer, batch, *_ = jobs[0]
     device = devices.here.device
     net, data = subject(task, conditions, folder, device)
-    if batch > len(data.train_targets):
-        raise SweepError(f"a batch of {batch} does not fit the {len(data.train_targets)} training samples of {task}")
+    check_batch(batch, data, task)
     plan = Plan(optimizer, batch, conditions.epochs, conditions.average, train_sample=0)  # a part has the last alone
     runs = [Run(job.seed, dict(job.options)) for job in jobs]
     samples = len(jobs) * conditions.epochs * (len(data.train_targets) // batch) * batch

@@ -74,7 +74,9 @@ def test_subclass_that_changes_nothing_is_covered(make: Any) -> None:
 
 
 @every_optimizer
-@pytest.mark.parametrize("given", [torch.ones(3), 3, None], ids=["tensor", "number", "nothing"])
+@pytest.mark.parametrize(
+    "given", [torch.ones(3), 3, None, "model", [1.0]], ids=["tensor", "number", "nothing", "word", "numbers"]
+)
 def test_neither_a_model_nor_parameters(make: Any, given: Any) -> None:
     with pytest.raises(TypeError, match=rf"{type(given).__name__}.*{make.__name__}\(model\)"):
         make(given)
@@ -82,7 +84,7 @@ def test_neither_a_model_nor_parameters(make: Any, given: Any) -> None:
 
 @every_optimizer
 def test_an_option_that_does_not_exist(make: Any) -> None:
-    with pytest.raises(TypeError, match=r"no option 'momentum'.*weight_decay"):
+    with pytest.raises(TypeError, match=r"no option 'momentum'\. It sets the momentum by itself.*weight_decay"):
         make(mlp(), momentum=0.9)
 
 

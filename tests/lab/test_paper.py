@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import re
@@ -135,7 +136,7 @@ def test_seeds_that_make_no_sense_are_one_sentence(seeds: str, only: list[str]) 
 
 
 def test_only_that_matches_nothing_is_one_sentence() -> None:
-    with pytest.raises(SweepError, match=r"is in mnist/sdg: there are mnist/auto-sgd, mnist/auto-adam"):
+    with pytest.raises(SweepError, match=r"--only mnist/sdg matches no run: there are mnist/auto-sgd, mnist/auto-adam"):
         paper.chosen(paper.protocol(), None, ["mnist/sdg"])
 
 
@@ -305,7 +306,7 @@ def test_a_damaged_pack_is_one_sentence_and_nothing_of_it_is_taken_in(tmp_path: 
         with pytest.raises(RecordError, match=r"results-0.tar .*pack it again|manifest"):
             pack.unpack(file, Folder(tmp_path / "here"))
     assert not (tmp_path / "here").exists()
-    with pytest.raises(RecordError, match="No such file"):
+    with pytest.raises(RecordError, match=r"none\.tar does not exist"):
         pack.unpack(tmp_path / "none.tar", Folder(tmp_path / "here"))
 
 
@@ -384,20 +385,24 @@ def test_autoopt_sweep_trains_a_users_own_task_and_shows_the_best(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["paper", "--tables", "--out", "{tmp}"], "holds no results: run the sweep first"),
+        (["paper", "--tables", "--out", "{tmp}"], "holds no results: run train, sweep or paper first"),
         (["paper", "--seeds", "5:2", "--out", "{tmp}"], "FIRST:END"),
         (["paper", "--only", "mnist/sdg", "--out", "{tmp}"], "there are mnist/auto-sgd"),
         (["paper", "--device", "tpu", "--out", "{tmp}"], "there is no device 'tpu' here"),
         (["paper", "--data", "{tmp}/none", "--device", "cpu", "--out", "{tmp}/run"], "does not exist"),
-        (["paper", "--add", "{tmp}/none.tar", "--out", "{tmp}/run"], "pack it again"),
+        (["paper", "--add", "{tmp}/none.tar", "--out", "{tmp}/run"], "none.tar does not exist"),
+        (["paper", "--only", "foo", "--seeds", "0:2", "--out", "{tmp}"], "--seeds 0:2 --only foo matches no run"),
         (["paper", "--out", "{tmp}/file/run"], "choose a folder"),
         (
-            ["sweep", "--task", "minst", "--optimizer", "sgd", "--out", "{tmp}/run", "--device", "cpu"],
+            ["sweep", "--task", "minst", "--optimizer", "auto-sgd", "--out", "{tmp}/run", "--device", "cpu"],
             "no task 'minst'",
         ),
+        (["sweep", "--task", "mnist", "--optimizer", "sgd"], "sgd needs a learning rate"),
+        (["sweep", "--task", "mnist", "--optimizer", "auto-sgd", "--lr", "0.1"], "auto-sgd takes no learning rate"),
+        (["sweep", "--task", "mnist", "--optimizer", "sgd", "--lr", "1", "--momentum", "1.5"], "numbers below 1"),
         (["sweep", "--task", "mnist", "--optimizer", "sdg", "--out", "{tmp}/run"], "no optimizer 'sdg'"),
         (["sweep", "--task", "mnist", "--optimizer", "sgd", "--lr", "a,b"], "--lr a,b is not a list of numbers"),
-        (["sweep", "--task", "mnist", "--optimizer", "sgd", "--batch", "0"], "whole numbers"),
+        (["sweep", "--task", "mnist", "--optimizer", "auto-sgd", "--batch", "0"], "whole numbers"),
         (["sweep", "--optimizer", "sgd"], "--task"),
     ],
 )
@@ -412,6 +417,21 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert err.startswith("autoopt: ")
     assert says in err
     assert not list(tmp_path.rglob("*.npz"))
+
+
+def test_what_failed_before_its_first_run_does_not_block_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = ["sweep", "--optimizer", "auto-sgd", "--device", "cpu", "--batch", "8", "--seeds", "0:1", "--out", tmp_path]
+    failing = ["--task", "mnist", "--data", tmp_path / "none", "--epochs", 3]
+    assert autoopt(monkeypatch, *sweep, *failing) == 2
+    assert autoopt(monkeypatch, *sweep, "--task", TASK, "--epochs", 1) == 0
+    assert len(load(tmp_path)[0].jobs) == 1
+
+
+def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert autoopt(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"autoopt {importlib.metadata.version('autoopt')}\n"
 
 
 def test_training_needs_torch_and_numpy_alone() -> None:

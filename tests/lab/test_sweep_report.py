@@ -97,13 +97,23 @@ def test_a_users_own_model_is_trained_into_a_folder_which_can_be_added_to(
         ("flat", "made 1 outputs of 2 inputs"),
         ("per_sample", "loss has shape \\(2,\\)"),
         ("number", "is int, not an autoopt_lab.tasks.Task"),
-        ("missing", "is NoneType, not"),
+        ("missing", "has no 'missing'"),
     ],
 )
 def test_a_task_whose_parts_do_not_fit_is_one_sentence(name: str, says: str, mine: str) -> None:
     with pytest.raises(SweepError, match=says) as error:
-        check_task(load_task(f"{mine}:{name}"))
+        check_task(load_task(f"{mine}:{name}"), 2)
     assert "\n" not in str(error.value)
+
+
+def test_a_task_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(SweepError, match=r"nowhere\.py does not exist"):
+        load_task("nowhere.py:task")
+
+
+def test_a_batch_larger_than_the_data_is_refused() -> None:
+    with pytest.raises(SweepError, match="a batch of 100000 does not fit the 1280 training samples"):
+        check_task(load_task("digits"), 100_000)
 
 
 def test_a_task_file_that_fails_is_one_sentence(tmp_path: Path) -> None:

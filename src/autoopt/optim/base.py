@@ -97,9 +97,10 @@ class AutoOptimizer(Optimizer, ABC):
         **metric: Any,
     ) -> None:
         if unknown := sorted(set(metric) - set(self.metric_options)):
+            chosen = " It sets the momentum by itself." if unknown[0] in ("betas", "momentum", "nesterov") else ""
             raise TypeError(
-                f"{type(self).__name__} has no option '{unknown[0]}'. It has {', '.join(Shared.__annotations__)}"
-                f"{''.join(f', {name}' for name in self.metric_options)}."
+                f"{type(self).__name__} has no option '{unknown[0]}'.{chosen} It has "
+                f"{', '.join([*Shared.__annotations__, *self.metric_options])}."
             )
         options = {
             "lr": lr, "rule": rule, "average": average, "spread": spread, "measure_every": measure_every,
@@ -455,12 +456,13 @@ class AutoOptimizer(Optimizer, ABC):
 
 def _listed(kind: str, params: Any) -> list[Any]:
     """Parameters or groups as torch.optim takes them."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    several = isinstance(params, Iterable) and not isinstance(params, Tensor)
+    listed = list(params) if several else []
+    if not several or any(not isinstance(entry, Tensor | tuple | dict) for entry in listed):
         raise TypeError(
             f"{kind} takes the model, whose layers give the statistics, or an iterable of parameters or of groups, not "
             f"{type(params).__name__}: write {kind}(model)."
         )
-    listed = list(params)
     if not listed:
         raise ValueError(f"{kind} got an empty list of parameters: write {kind}(model).")
     return listed
