@@ -21,6 +21,8 @@ class Tuned:
 
 def tuned(names: Sequence[str], tables: Sequence[Tensor]) -> dict[str, Tuned]:
     """Name the rows (lr, momentum, noise) of the tables, in their order. The one host read."""
+    if not tables:  # nothing trains
+        return {}
     device = tables[0].device
     rows = torch.cat([table.to(device) for table in tables]).tolist()
     return {name: Tuned(*row) for name, row in zip(names, rows, strict=True)}

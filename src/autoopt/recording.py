@@ -231,7 +231,7 @@ class Recorder:
 
     def _device(self) -> torch.device | None:
         """Where the step is recorded; None: nowhere."""
-        device: torch.device = self.optimizer.param_groups[0]["params"][0].device
+        device: torch.device = self._parameters()[0].device
         return device if device.type == "cuda" else None
 
     def _refuse(self) -> None:

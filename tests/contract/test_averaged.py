@@ -136,3 +136,71 @@ def test_without_an_average() -> None:
     assert not any("average" in key for state in optimizer.state.values() for key in state)
     with pytest.raises(RuntimeError, match="average=True"), optimizer.averaged():
         pass
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["before the first step", "after a checkpoint"])
+def test_an_evaluation_in_inference_mode_leaves_a_state_that_can_be_trained(loaded: bool) -> None:
+    model = normed()
+    optimizer = AutoSGD(model)
+    if loaded:
+        train(model, optimizer, batches(2))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.inference_mode(), optimizer.averaged():
+        model(batches(1)[0][0])
+        optimizer.tuned()
+    before = weights(model)
+    train(model, optimizer, batches(2))
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_skipped_batch_has_no_part_in_the_averaged_statistics() -> None:
+    model = normed()
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(3))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    x, y = batches(1)[0]
+    train(model, optimizer, [(x * torch.nan, y)])
+    assert_same(optimizer.state_dict()["state"], before)
+
+
+def test_the_averaged_statistics_survive_those_of_the_model() -> None:
+    """A batch with NaNs spoils what BatchNorm keeps; after a reset the average is as good as ever."""
+    model = normed()
+    optimizer = AutoSGD(model)
+    first, *rest = batches(6)
+    train(model, optimizer, [first, (first[0] * torch.nan, first[1]), *rest])  # finite gradients, spoiled statistics
+    model[1].reset_running_stats()
+    train(model, optimizer, rest)
+    model.eval()
+    with optimizer.averaged():
+        assert model(first[0]).isfinite().all()
+
+
+def test_a_cast_inside_loses_precision_alone() -> None:
+    model = mlp()
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(3))
+    with optimizer.averaged():
+        average = weights(model)
+    torch._foreach_mul_([parameter.data for parameter in model.parameters()], 2.0)  # far from it
+    with optimizer.averaged():
+        model.bfloat16()
+    model.float()
+    with optimizer.averaged():
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), average[name], rtol=2**-8, atol=0)  # bfloat16's
+
+
+def test_a_layer_with_a_running_mean_alone_is_left_alone() -> None:
+    class Centred(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("running_mean", torch.zeros(3))
+
+    model = Centred()
+    train(model, AutoSGD(model), batches(2))

@@ -153,3 +153,15 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=r"'weight' is sparse.*sparse=False"):
         optimizer.step()
+
+
+def test_names_that_two_groups_share_stay_apart() -> None:
+    first, second = mlp(), mlp()
+    optimizer = AutoSGD([{"params": list(model.named_parameters())} for model in (first, second)])
+    x, y = batches(1)[0]
+    F.cross_entropy(first(x) + second(x), y).backward()
+    optimizer.step()
+    chosen = optimizer.tuned()
+    assert {"0.weight", "0.weight_2"} <= set(chosen)
+    assert len(chosen) == 2 * len(list(first.parameters()))
+    assert all(each.noise != each.noise for each in chosen.values())  # one pass has no spread

@@ -128,3 +128,29 @@ def test_distributed_checkpoint_resumes_bit_by_bit(make: Any, every: int, tmp_pa
     assert_same(snapshot(other, fresh), snapshot(model, optimizer))
     with optimizer.averaged(), fresh.averaged():
         assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_state_of_another_optimizer_is_refused(momentum: float) -> None:
+    model = mlp()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    train(model, plain, batches(1))
+    optimizer = AutoAdam(model)
+    with pytest.raises(ValueError, match="saved by another optimizer"):
+        optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_what_a_hook_makes_of_a_state_is_loaded() -> None:
+    model = mlp()
+    optimizer = AutoAdam(model)
+    train(model, optimizer, batches(2))
+    saved = optimizer.state_dict()
+
+    def emptied(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {key: {**own, "estimate": torch.zeros_like(own["estimate"])} for key, own in saved["state"].items()}
+        return {**state_dict, "state": state}
+
+    optimizer.register_load_state_dict_pre_hook(emptied)
+    optimizer.load_state_dict(saved)
+    assert all(not own["estimate"].any() for own in optimizer.state.values())

@@ -253,3 +253,44 @@ def test_accumulation_of_single_samples(make: Any) -> None:
     accumulating.step()
     for name, chosen in optimizer.tuned().items():
         assert accumulating.tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9)
+
+
+def test_an_empty_group_is_accepted() -> None:
+    model = mlp()
+    optimizer = AutoSGD(model, param_groups=[{"params": []}, {"params": model.parameters()}])
+    before = weights(model)
+    train(model, optimizer, batches(2))
+    assert moved(model, before) == set(before)
+
+
+def test_a_set_of_parameters_has_no_order() -> None:
+    model = mlp()
+    with pytest.raises(TypeError, match="no order"):
+        AutoSGD(model, param_groups=[{"params": set(model.parameters())}])
+
+
+def test_a_rate_may_be_one_of_numpys() -> None:
+    numpy = pytest.importorskip("numpy", reason="the library does without numpy")
+    model = mlp()
+    optimizer = AutoSGD(model, lr=numpy.float32(0.5), measure_every=numpy.int64(2))
+    train(model, optimizer, batches(3))
+
+
+def test_tuned_where_nothing_trains() -> None:
+    model = mlp()
+    optimizer = AutoSGD(model)
+    model.requires_grad_(False)
+    assert optimizer.tuned() == {}
+
+
+def test_parameters_of_another_shape_in_their_place_are_refused() -> None:
+    """Rows of a weight that were pruned or added keep its strides."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(2))
+    layer = model[0]
+    layer.weight.data, layer.bias.data = torch.randn(5, 4), torch.zeros(5)
+    optimizer.zero_grad()
+    backward(model, batches(1)[0])
+    with pytest.raises(ValueError, match="it was saved for another model"):
+        optimizer.step()

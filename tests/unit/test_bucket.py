@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoopt.optim.bucket import ROW, Bucket, mask_
+from autoopt.optim.bucket import ROW, Bucket, bits_of, mask_
 
 SHAPES = [(), (3,), (ROW,), (2, 5, ROW), (4, 3, 2, 2)]
 
@@ -22,8 +22,9 @@ def test_masked_is_where(dtype: torch.dtype) -> None:
     matrix[::2, 0], matrix[::3, 1], matrix[0, 2] = torch.inf, torch.nan, -0.0
     rows = torch.tensor([True, False, False, True, True, False]).unsqueeze(1)
     expected = torch.where(rows, matrix, 0.0)
-    assert torch.equal(mask_(matrix.clone(), rows).nan_to_num(7.0), expected.nan_to_num(7.0))
-    assert mask_(matrix.clone(), rows)[~rows.squeeze(1)].count_nonzero() == 0
+    bits = bits_of(rows, matrix.dtype)
+    assert torch.equal(mask_(matrix.clone(), bits).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert mask_(matrix.clone(), bits)[~rows.squeeze(1)].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
-from autoopt.optim.bucket import Bucket, add_
+from autoopt.optim.bucket import Bucket
 from autoopt.optim.fused import Form
 from autoopt.optim.options import Shared, flag, number
 from autoopt.optim.reading import Reading
@@ -91,4 +91,4 @@ class AutoNAdam(AutoAdam):
     """
 
     def _direction(self, bucket: Bucket, estimate: Tensor, gradient: Tensor, kept: Tensor, new: Tensor) -> Tensor:
-        return add_(torch.mul(estimate, kept, out=bucket.scratch("spare")), gradient, new)
+        return torch.mul(estimate, kept, out=bucket.scratch("spare")).addcmul_(gradient, new)

@@ -28,7 +28,7 @@ class RunningStatistics:
         self.found: list[tuple[nn.Module, str, nn.Parameter, str]] = []  # layer, buffer, whose state, under which name
         trained = set(parameters)
         for layer in model.modules() if model is not None else ():
-            if isinstance(getattr(layer, "running_mean", None), Tensor):
+            if all(isinstance(getattr(layer, key, None), Tensor) for key in KEYS):
                 weight = getattr(layer, "weight", None)
                 place = "" if weight in trained else f"_{len(self.found)}"
                 owner = weight if weight in trained else parameters[0]
@@ -40,41 +40,43 @@ class RunningStatistics:
         """(the model's own, their average) of each."""
         for layer, key, owner, name in self.found:
             own: Tensor = getattr(layer, key)
-            kept = self.state[owner][name] = self.state[owner][name].to(own)  # the model may have been moved
+            kept: Tensor = self.state[owner][name]
+            if (kept.device, kept.dtype) != (own.device, own.dtype):  # the model was moved
+                with torch.inference_mode(False):
+                    kept = self.state[owner][name] = kept.to(own)
             yield own, kept
 
-    def update(self, newest: Tensor) -> None:
-        """Take what the layers have seen by now into the average."""
-        own, kept = map(list, zip(*self.pairs(), strict=True))
-        change = torch._foreach_sub(own, kept)
-        torch._foreach_mul_(change, newest.to(change[0]))  # of another precision it would take a kernel for each
-        torch._foreach_add_(kept, change)
+    def update(self, newest: Tensor, takes: Tensor) -> None:
+        """Take what the layers have seen by now into the average, if the step `takes` place, and where it is finite.
+
+        A batch that is skipped has left its mark in what the layers keep, which may be no number, for ever.
+        """
+        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what one operation can take
+        for own, kept in self.pairs():
+            alike.setdefault((own.device, own.dtype), []).append((own, kept))
+        for (device, dtype), pairs in alike.items():
+            seen, known = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
+            share, good = newest.to(device, dtype), takes.to(device) & seen.isfinite()
+            new = torch.where(good, known.lerp(seen, share), known).split([own.numel() for own, _ in pairs])
+            torch._foreach_copy_([kept.view(-1) for _, kept in pairs], list(new))
 
 
 @contextlib.contextmanager
 def exchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Have the second of each pair in the place of the first, for a while."""
-    undo = _exchange(pairs)
+    # They change places, so that no further copy of the weights is held, but where the second has another dtype: it
+    # would lose by the way there and back.
+    places = [(own, kept if own.dtype == kept.dtype else kept.clone()) for own, kept in pairs]
+    _exchange(places)
     try:
         yield
     finally:
-        _exchange(undo)
+        _exchange(places)  # also where the model has another dtype by now: what is kept must not be lost
 
 
 @torch.no_grad()
-def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Put the second of each pair into the first; exchanging what is returned undoes it.
-
-    The two change places, so that no further copy of the weights is held, but where the second has another dtype: it
-    would lose by the way there and back.
-    """
-    undo = []
+def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for own, kept in pairs:
         before = own.clone()
         own.copy_(kept)
-        if own.dtype == kept.dtype:
-            kept.copy_(before)
-            undo.append((own, kept))
-        else:
-            undo.append((own, before))
-    return undo
+        kept.copy_(before)

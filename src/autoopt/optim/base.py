@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from autoopt.diagnostics import Tuned, tuned
 from autoopt.optim.average import RunningStatistics, exchanged
 from autoopt.optim.bucket import AVERAGE, HELD, Bucket
 from autoopt.optim.fused import Form, suits
-from autoopt.optim.layout import arrange, fit, in_order
+from autoopt.optim.layout import arrange, fit, in_order, unique
 from autoopt.optim.options import SPREADS, Shared, check, choice, number
 from autoopt.optim.paper import Paper
 from autoopt.optim.reading import Reading, Swept, read
@@ -154,24 +154,33 @@ class AutoOptimizer(Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters (of the model, where there is one), with options of their own."""
         params = param_group["params"]
+        if isinstance(params, set):
+            raise TypeError("the parameters of a group are a set, which has no order to save them by: give a list.")
         params = [params] if isinstance(params, Tensor) else list(params)
-        before = sum(len(group["params"]) for group in self.param_groups)
-        named = [self._named(entry, number) for number, entry in enumerate(params, before)]
+        taken = {name for group in self.param_groups for name in group["param_names"]}
+        named: list[tuple[str, nn.Parameter]] = []
+        for place, entry in enumerate(params, len(taken)):
+            named.append(self._named(entry, place, taken))
+            taken.add(named[-1][0])
         self._check_options({**self.defaults, **param_group})
         if self._now.source is not None:
             self._now.source.add(dict(named))
-        super().add_param_group({**param_group, "params": named})
+        names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        super().add_param_group({**param_group, "params": parameters, "param_names": names})
         self._now.buckets = self._now.running = None
         self._now.steps = 0  # what is new has nothing measured yet
         self._plan_step()
         self._plan_samples()
 
-    def _named(self, entry: Any, number: int) -> tuple[str, nn.Parameter]:
-        """The parameter with its name in the model; without a model, the user's name for it or its number."""
+    def _named(self, entry: Any, place: int, taken: Container[str]) -> tuple[str, nn.Parameter]:
+        """The parameter with its name in the model; without a model, the user's name for it or its number.
+
+        A user's name that is `taken`, by a group of another model's parameters say, comes with a number.
+        """
         given, parameter = entry if isinstance(entry, tuple) else (None, entry)
         model = None if self._now.source is None else self._now.source.model
         if model is None:
-            return given or str(number), parameter
+            return unique(given or str(place), taken), parameter
         if parameter not in self._names:  # a layer may have been added since
             self._names = {parameter: name for name, parameter in model.named_parameters()}
         if parameter not in self._names:
@@ -210,12 +219,11 @@ class AutoOptimizer(Optimizer, ABC):
                 for bucket in buckets
                 if group["lr"] != 0 and any(p.grad is not None for p in bucket.params)
             ]
-            if readings:
-                total = self._total(source, readings)
-                for reading in readings:
-                    there = None if total is None else total.to(reading.bucket.device)
-                    move(self, self._rule(reading.group), source, reading, there)
-            self._average_running(readings)
+            total = self._total(source, readings)
+            for reading in readings:
+                there = None if total is None else total.to(reading.bucket.device)
+                move(self, self._rule(reading.group), source, reading, there)
+            self._average_running(readings, total)
         source.clear()
         if not torch.compiler.is_compiling():
             source.current.inputs.clear()
@@ -225,8 +233,8 @@ class AutoOptimizer(Optimizer, ABC):
         return loss
 
     def _total(self, source: Source, readings: list[Reading | Swept]) -> Tensor | None:
-        """Finite where all is that was read, here and on the other ranks; None where one reading is all there is."""
-        if len(readings) == 1 and source.ranks == 1:
+        """Finite where all is that was read, here and on the other ranks; None where that is one reading, or none."""
+        if not readings or (len(readings) == 1 and source.ranks == 1):
             return None
         device = readings[0].bucket.device
         return source.over_ranks(functools.reduce(torch.add, [reading.largest().to(device) for reading in readings]))
@@ -350,23 +358,27 @@ class AutoOptimizer(Optimizer, ABC):
         if self._now.running is None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             model = None if self._now.source is None else self._now.source.model
-            self._now.running = RunningStatistics(model, self.state, parameters)
+            with torch.inference_mode(False):  # else no step outside of that mode could change it
+                self._now.running = RunningStatistics(model, self.state, parameters)
         return self._now.running
 
-    def _average_running(self, readings: list[Reading | Swept]) -> None:
+    def _average_running(self, readings: list[Reading | Swept], total: Tensor | None) -> None:
+        """`total` is what `_total` found: a step in which something is not finite teaches nothing."""
         if not any(group["average"] for group in self.param_groups):
             return
         running = self._made_running()  # there from the first step on, whatever became of it
         first = next((reading for reading in readings if reading.group["average"]), None)
         if first is not None and running.found:
-            running.update(newest_of(first))
+            running.update(newest_of(first), (first.largest() if total is None else total) < torch.inf)
 
     # The layout of the state.
 
     def _made_buckets(self) -> list[list[Bucket]]:
-        if self._now.buckets is None or not fit(self._now.buckets, self.param_groups):
-            self._now.buckets = [self._arrange(group) for group in self.param_groups]
-        return self._now.buckets
+        made = self._now.buckets
+        if made is None or not (self._now.inside or fit(made, self.param_groups)):
+            with torch.inference_mode(False), torch.no_grad():  # else no step outside of that mode could change it
+                made = self._now.buckets = [self._arrange(group) for group in self.param_groups]
+        return made
 
     def _arrange(self, group: dict[str, Any]) -> list[Bucket]:
         buffers = ["estimate", *self._buffers(group), *([AVERAGE] if group["average"] else [])]
@@ -393,13 +405,18 @@ class AutoOptimizer(Optimizer, ABC):
         As in torch.optim the state goes by the order of the parameters, unless the names are the same in another order.
         """
         state_dict = in_order(state_dict, self.param_groups)
-        super().load_state_dict(state_dict)
+        last = self.register_load_state_dict_pre_hook(lambda _, hooked: state_dict.update(hooked))  # by other hooks
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 # a copy: what another optimizer's state_dict() gave are views of what it trains on with
-                self.state[parameter][name] = value.clone() if isinstance(value, Tensor) else value
+                with torch.inference_mode(False):
+                    self.state[parameter][name] = value.clone() if isinstance(value, Tensor) else value
         self._now.buckets = self._now.running = None
         self._now.measured = bool(state_dict["state"])
         if self._now.source is not None and self._now.source.model is None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autoopt.capture import Source
 from autoopt.optim.base import AutoOptimizer
-from autoopt.optim.bucket import mask_
+from autoopt.optim.bucket import bits_of, mask_
 from autoopt.optim.options import Shared, number
 from autoopt.optim.reading import Reading
 
@@ -56,7 +56,7 @@ class AutoGaussNewton(AutoOptimizer):
         if reading.moments is not None:
             square, samples = reading.moments.of_all(source, bucket)
             square = torch.mul(square, bucket.spread(samples), out=bucket.scratch("natural"))
-            mask_(square, rows)  # what is not finite must not pass
+            mask_(square, bits_of(rows, bucket.compute))  # what is not finite must not pass
             # a plain mean at first: an average that starts at zero would make the first steps, which the rule measures
             # the later ones by, 1/(1 - decay) times too long
             newest = bucket.column((1 / bucket.steps.clamp_min(1)).clamp_min(1 - group["decay"]))

@@ -166,7 +166,7 @@ def sums(
     """The sums over one run of rows, all of one unit; those of a row in float32, theirs in float64."""
     run = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + run), tl.load(starts + run + 1)
-    unit = tl.load(unit_of_row + begin)
+    unit = tl.load(unit_of_row + begin, mask=begin < end, other=0)  # the last unit may have no rows
     beta = _momentum(tl.load(counts + unit) + 1, tl.load(ages + unit) + 1)  # both with this step
     s0 = tl.zeros((TILE,), tl.float64)
     s1 = tl.zeros((TILE,), tl.float64)

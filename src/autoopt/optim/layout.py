@@ -1,6 +1,6 @@
 """Which parameters lie in which bucket, and which saved state is whose."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,10 +26,19 @@ def arrange(
     ]
 
 
+def unique(name: str, taken: Container[str]) -> str:
+    """The name, with a number behind it if it is taken."""
+    found, count = name, 1
+    while found in taken:
+        count += 1
+        found = f"{name}_{count}"
+    return found
+
+
 def fit(made: Sequence[Sequence[Bucket]], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the buckets still hold all that trains, where it is now."""
-    placed = {p for buckets in made for bucket in buckets for p in bucket.params}
-    trained = {p for group in groups for p in group["params"] if p.grad is not None}
+    placed = {id(p) for buckets in made for bucket in buckets for p in bucket.params}  # a tensor's hash is slower
+    trained = {id(p) for group in groups for p in group["params"] if p.grad is not None}
     return trained <= placed and all(
         bucket.fits()
         and (AVERAGE in bucket.buffers) == group["average"]
@@ -45,6 +54,9 @@ def in_order(state_dict: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) ->
     An option that the saved groups lack, as those of an earlier version do, is the own group's.
     """
     groups = [dict(group) for group in state_dict["param_groups"]]
+    if foreign := next((group for group in groups if "smoothing" not in group), None):
+        options = ", ".join(sorted(foreign.keys() - {"params", "param_names"}))
+        raise ValueError(f"this state was saved by another optimizer, with the options {options}: start without it.")
     for group, mine in zip(groups, own, strict=False):
         names = mine["param_names"]
         saved = group.get("param_names", names)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -42,7 +43,8 @@ def number(
     """Refuse an option that is not a finite number with low <= value <= high and above < value < below."""
     if isinstance(value, Tensor):
         raise ValueError(f"{name} as a Tensor is not supported: give a number.")
-    inside = isinstance(value, int | float) and low <= value <= high and above < value < below
+    real = isinstance(value, Real)  # numpy's are, too
+    inside = real and low <= value <= high and above < value < below
     if inside and -math.inf < value < math.inf:  # math.isfinite would not be traced
         return
     limits = {"at least": low, "above": above, "at most": high, "below": below}
@@ -52,7 +54,7 @@ def number(
 
 def whole(name: str, value: Any, *, low: int) -> None:
     """Refuse an option that is not a whole number of at least `low`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < low:
         raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}.")
 
 

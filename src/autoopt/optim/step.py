@@ -9,7 +9,7 @@ from autoopt import oracle
 from autoopt.capture import Source
 from autoopt.capture.aside import recording
 from autoopt.optim import fused
-from autoopt.optim.bucket import AVERAGE, ENLARGED, HELD, STATISTICS, Bucket, add_, mask_, row_squares
+from autoopt.optim.bucket import AVERAGE, ENLARGED, HELD, STATISTICS, Bucket, bits_of, mask_
 from autoopt.optim.fused import Decision
 from autoopt.optim.reading import Moments, Reading, Swept
 from autoopt.optim.rule import Products, Rule
@@ -120,28 +120,27 @@ def _move_rows(optimizer: Metric, rule: Rule, source: Source, reading: Reading, 
     """By operations on all rows, in place; those that move are the rows of the tensors that do."""
     group, bucket = reading.group, reading.bucket
     live, moves = _movers(bucket, reading.size, reading.present, reading.largest(), total)
-    rows = moves[bucket.tensor_of_row].unsqueeze(1)
-    raw = gradient = mask_(reading.gradient, rows)
+    rows = moves[bucket.tensor_column]
+    bits = bits_of(rows, bucket.compute)
+    raw = gradient = mask_(reading.gradient, bits)
     parameters, decay = bucket.here(bucket.params), group["weight_decay"]
     coupled = decay and not group["decoupled_weight_decay"]
     if coupled:
-        gradient = mask_(bucket.rows(parameters, "decayed").mul_(decay).add_(raw), rows)
+        gradient = mask_(bucket.rows(parameters, "decayed").mul_(decay).add_(raw), bits)
 
     metric = optimizer._metric(source, reading, gradient, rows)  # Ĥ, Table 1
     products = _products(optimizer.elementwise, rule, source, reading, live, metric, raw, gradient)
     share = rule.filter(group, bucket, products)
     kept, new = map(bucket.spread, share)
-    estimate = add_(bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)), gradient, new)
+    estimate = bucket.buffers["estimate"].mul_(torch.where(rows, kept, bucket.one)).addcmul_(gradient, new)
     direction = over(bucket, optimizer._direction(bucket, estimate, gradient, kept, new), metric, "natural")
     weights = bucket.rows(parameters, "gradient")  # in its place: nothing needs it any more
-    scale, shrink = rule.length(
-        group, bucket, products, share[0], lambda: bucket.sums(row_squares(direction), row_squares(weights)).unbind()
-    )
+    scale, shrink = rule.length(group, bucket, products, share[0], lambda: bucket.squares(direction, weights).unbind())
     change = torch.mul(direction, bucket.spread(group["lr"] * scale), out=bucket.scratch("spare"))  # eq. w_update-1
     if decay and not coupled:
         change.addcmul_(weights, bucket.spread(group["lr"] * decay * shrink))
-    mask_(change, rows)
-    torch._foreach_sub_(parameters, bucket.tensors(change))
+    mask_(change, bits)
+    torch._foreach_sub_(parameters, bucket.scratch_tensors(change))
     if group["average"]:
         newest = torch.where(rows, bucket.spread(oracle.relative.newest(bucket.statistics["count"])), bucket.zero)
         bucket.buffers[AVERAGE].lerp_(weights.sub_(change), newest)
