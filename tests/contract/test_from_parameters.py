@@ -165,3 +165,16 @@ def test_names_that_two_groups_share_stay_apart() -> None:
     assert {"0.weight", "0.weight_2"} <= set(chosen)
     assert len(chosen) == 2 * len(list(first.parameters()))
     assert all(each.noise != each.noise for each in chosen.values())  # one pass has no spread
+
+
+@pytest.mark.parametrize("by", ["parameters", "passes"])
+def test_what_is_frozen_at_first_has_a_spread_when_it_is_thawed(by: str) -> None:
+    model = mlp().requires_grad_(False)
+    model[3].requires_grad_(True)
+    optimizer = AutoSGD(model.named_parameters()) if by == "parameters" else AutoSGD(model, spread="passes")
+    model.requires_grad_(True)
+    for batch in batches(4):
+        backward(model, batch)
+    optimizer.step()
+    assert all(chosen.noise == chosen.noise for chosen in optimizer.tuned().values())
+    assert len(optimizer.tuned()) == len(list(model.parameters()))

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import random
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -230,3 +232,200 @@ def test_moving_to_double_keeps_the_precision() -> None:
     step(plain, first, *batch)
     step(other, second, *batch)
     assert noises(second) == pytest.approx(noises(first), rel=1e-12)
+
+
+# A second reading, as the models and loops of people.
+
+
+class Dropped(nn.Module):
+    """Blocks that take (time, batch, features), any of which may be left out of a pass."""
+
+    class Block(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.inner, self.mix = nn.Linear(8, 8), nn.Linear(times, times)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed: Tensor = self.mix(self.inner(x).permute(1, 2, 0)).permute(2, 0, 1)
+            return x + mixed.tanh()
+
+    def __init__(self, times: int, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.first, self.last, self.draw = nn.Linear(3, 8), nn.Linear(8, 4), draw
+        self.blocks = nn.ModuleList(self.Block(times) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).transpose(0, 1)
+        for block in self.blocks:
+            h = block(h) if self.draw() < 0.5 else h
+        result: Tensor = self.last(h.mean(0))
+        return result
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), random.random], ids=["torch", "Python"])
+@pytest.mark.parametrize("times", [5, 7])
+def test_a_block_that_is_first_run_in_a_later_pass(times: int, draw: Callable[[], float]) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    model = Dropped(times, draw).double()
+    optimizer = AutoSGD(model, exact=True)
+    x, y = torch.randn(5, times, 3, dtype=torch.float64), torch.randint(0, 4, (5,))
+    met = set()
+    for _ in range(8):
+        states, twin = (torch.get_rng_state(), random.getstate()), copy.deepcopy(model)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        after = torch.get_rng_state(), random.getstate()
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        losses, named = F.cross_entropy(twin(x), y, reduction="none") / 5, dict(twin.named_parameters())
+        torch.set_rng_state(after[0])
+        random.setstate(after[1])
+        rows = [torch.autograd.grad(a, list(named.values()), retain_graph=True, allow_unused=True) for a in losses]
+        for name, *gradients in zip(named, *rows, strict=True):
+            if gradients[0] is not None:
+                square = torch.stack(gradients).square().sum()
+                torch.testing.assert_close(optimizer._now.source.second_moment(name), square, rtol=1e-10, atol=0)
+                met.add(name)
+        optimizer.step()
+    assert met == set(named)
+
+
+def test_another_function_in_the_place_of_forward_is_warned_of() -> None:
+    model = network()
+    model.forward = model.forward  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="another function in the place of its forward"):
+        AutoSGD(model)
+
+
+def test_parameters_that_forward_assigns_are_put_back_by_the_probe() -> None:
+    """The keys of MoCo follow the queries at every pass, and the first one is no exception."""
+
+    class MoCo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                key.data = 0.9 * key.data + 0.1 * query.data
+            result: Tensor = self.query(x) * self.key(x)
+            return result
+
+    torch.manual_seed(0)
+    model = MoCo().double()
+    plain = copy.deepcopy(model)
+    optimizer = AutoSGD(model)
+    x, _ = data()
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(model.key.weight, plain.key.weight)
+    optimizer.detach()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(torch.stack([x, x], 1))[0][:, -1]
+        return result
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        result: Tensor = self.inner(x, x, x)[0].squeeze(1)
+        return result
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Attending, Own])
+def test_a_gradient_of_the_input_before_the_backward_pass(kind: type[nn.Module]) -> None:
+    """As for saliency, or an adversarial example."""
+    torch.manual_seed(0)
+    model = kind().double()
+    twin = copy.deepcopy(model)
+    x, y = data()
+    found = []
+    for each, asks in ((model, True), (twin, False)):
+        optimizer = AutoSGD(each, exact=True)
+        given = x.clone().requires_grad_()
+        loss = F.cross_entropy(each(given), y)
+        if asks:
+            torch.autograd.grad(loss, given, retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        found.append(noises(optimizer))
+    assert found[0] == found[1]
+    assert all(noise == noise for noise in found[0].values())
+
+
+def test_a_list_of_samples() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, samples: list[Tensor]) -> Tensor:
+            padded = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+            result: Tensor = self.outer(self.inner(padded).mean(1))
+            return result
+
+    model = Padded().double()
+    optimizer = AutoSGD(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            samples = [torch.randn(length, 4, dtype=torch.float64) for length in (7, 3, 5)]
+            F.cross_entropy(model(samples), torch.tensor([0, 1, 2])).backward()
+            optimizer.step()
+    assert [str(each.message)[:14] for each in caught] == ["the first axis"]
+
+
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda part: torch.jit.trace(part, torch.zeros(2, 4).double())])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_torchscript_is_refused_by_name(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), compiled(nn.Sequential(nn.Linear(4, 4)).double())).double()
+    with pytest.raises(ValueError, match=r"module '1' is TorchScript .*spread=\"passes\""):
+        AutoSGD(model)
+    optimizer = AutoSGD(model, spread="passes")
+    step(model, optimizer, *data())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_an_observed_model_can_be_scripted_exported_and_saved_as_a_graph() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    x, y = data()
+    optimizer = AutoSGD(model)
+    step(model, optimizer, x, y)
+    model.eval()
+    wanted = model(x)
+    assert torch.equal(torch.jit.script(model)(x), wanted)
+    exported = torch.export.export(model, (x,))
+    assert torch.equal(exported.module()(x), wanted)
+    operations = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    assert operations == {"aten.linear.default", "aten.batch_norm.default"}
+    optimizer.detach()
+
+    traced = torch.fx.symbolic_trace(model.train())
+    optimizer = AutoSGD(traced)
+    step(traced, optimizer, x, y)
+    file = io.BytesIO()
+    torch.save(traced.eval(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), traced(x))
+    step(traced.train(), optimizer, x, y)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autoopt import AutoAdam, AutoSGD
 from autoopt.capture import Capture
+from equivalence import by_sample
 from equivalence.bare_cases import CASES, Case, LayerScale, OwnLinear, Tokens, parameter
 from equivalence.cases import assert_close
 
@@ -314,8 +315,10 @@ def test_a_parameter_that_is_returned_as_it_is_has_no_statistics(
         optimizer.step()
 
 
-def test_a_state_as_deep_as_the_batch_has_no_statistics() -> None:
-    """The first axis of a learned state numbers the layers, however many samples there are."""
+@pytest.mark.parametrize("samples", [2, 5])  # as many as levels of the state, and more
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_a_learned_first_state(samples: int, elementwise: bool) -> None:
+    """The first axis of a state numbers the levels, however many samples there are."""
 
     class Learned(nn.Module):
         def __init__(self) -> None:
@@ -326,11 +329,24 @@ def test_a_state_as_deep_as_the_batch_has_no_statistics() -> None:
             result: Tensor = self.recur(x, self.state.expand(-1, len(x), -1).contiguous())[0]
             return result
 
-    model = Learned().double()
-    optimizer = AutoSGD(model)
-    model(torch.randn(2, 6, 3, dtype=torch.float64)).square().sum().backward()
-    with pytest.raises(RuntimeError, match="'state' has a gradient but no statistics"):
-        optimizer.step()
+    x = torch.randn(samples, 6, 3, dtype=torch.float64)
+    by_sample.assert_exact(Learned().double(), lambda model: model(x).square().sum((1, 2)), elementwise)
+
+
+@pytest.mark.parametrize("samples", [3, 5])  # as many as queries, and more
+def test_learned_queries_of_attention_with_time_first(samples: int) -> None:
+    class Queried(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.attention = parameter(3, 1, 4), nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.transpose(0, 1)
+            result: Tensor = self.attention(self.queries.expand(-1, x.shape[1], -1), x, x)[0]
+            return result.transpose(0, 1)
+
+    x = torch.randn(samples, 6, 4, dtype=torch.float64)
+    by_sample.assert_exact(Queried().double(), lambda model: model(x).square().sum((1, 2)), True)
 
 
 # torch.compile.

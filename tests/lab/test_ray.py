@@ -158,9 +158,8 @@ def test_what_cannot_be_used_is_one_sentence_and_exit_code_2(
     on: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert (
-        autoopt(monkeypatch, "sweep", "--task", TASK, "--optimizer", "sgd", "--out", tmp_path / "run", "--on", on) == 2
-    )
+    sweep = ["sweep", "--task", TASK, "--optimizer", "auto-sgd", "--out", tmp_path / "run", "--on", on]
+    assert autoopt(monkeypatch, *sweep) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1

@@ -44,8 +44,6 @@ class Capture(Source):
         self.sites: dict[str, Site] = {}
         self.bare = Bare(model, self.ledger, self.sites)
         self.current.entrance = Entrance(model, self.sites, self.current)
-        self.bare.axis_of = self.current.entrance.axis
-        self.bare.sampled_of = self.current.entrance.sampled
         self.current.entrance.under, self.current.entrance.watched = self.bare.run, self.bare.has_to_watch
         self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
         self._compiled = Compiled()
@@ -69,6 +67,7 @@ class Capture(Source):
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Observe further parameters of the model."""
+        _refuse_scripted(self.model)
         sharded.refuse(self.model, {**self.parameters, **parameters})
         sharded.reshard(self.model)
         holders = holders_in(self.model)
@@ -180,6 +179,17 @@ class Capture(Source):
         for site in self.sites.values():
             _leave(site)
         self.current.entrance.detach()
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """No layer of a TorchScript module runs in Python."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            name = f"module '{path}'" if path else "the model"
+            raise ValueError(
+                f"{name} is TorchScript (torch.jit.script or trace), whose layers cannot be observed: make the "
+                'optimizer with the model before it is scripted, freeze that part, or use spread="passes".'
+            )
 
 
 def _leave(site: Site) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from autoopt.capture.compiling import eagerly, uncompiled
 from autoopt.capture.current import observable
 from autoopt.capture.distributed import active_group
+from autoopt.capture.entrance import Entrance
 from autoopt.capture.generated import restore, stands_for, subclass
 from autoopt.capture.ledger import Ledger
 from autoopt.capture.rowwise import Plan
@@ -61,12 +61,7 @@ class Bare:
         self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
         self.placed: set[Site] = set()  # layers that were told where their samples are
-        self.axis_of: Callable[[nn.Module], int] = lambda module: 0  # that of the samples in a module's inputs
-        self.sampled_of: Callable[[nn.Module, Any, Any], list[Tensor]] = lambda module, args, kwargs: [
-            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-        ]  # those of its inputs that may hold samples
         self._holders: dict[str, Site] = {}  # name of a parameter -> a layer that has it
-        self._known = 0  # sites when that was made
         self._opened: dict[int, int] = {}  # backward passes before -> forward passes since
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -90,6 +85,7 @@ class Bare:
 
     def look(self) -> None:
         """Watch the whole model, at least once."""
+        self._holders = {name: site for site in self.sites.values() for name in site.names.values()}
         self._swap(self.root, type(self.root).__name__)
 
     def _swap(self, module: nn.Module, name: str) -> None:
@@ -105,9 +101,6 @@ class Bare:
 
     def borrowed(self, parameter: nn.Parameter) -> bool:
         """Samples met this parameter outside of its layer: if it has one, it has to expect other uses."""
-        if len(self.sites) != self._known:
-            self._known = len(self.sites)
-            self._holders = {name: site for site in self.sites.values() for name in site.names.values()}
         site = self._holders.get(self.ledger.names.get(parameter, ""))
         if site is not None:
             site.repeated = True
@@ -125,9 +118,12 @@ class Bare:
         kind = kind_of(module, args, kwargs, self.trained())
         if kind in self._looked and not self.everywhere:
             return forward(*args, **kwargs)
-        tensors = self.sampled_of(module, args, kwargs)
+        entrance: Entrance = self.ledger.current.entrance
+        if not self.holding and entrance.blind(module):  # the first axis is the batch in all layers, as it was warned
+            return forward(*args, **kwargs)
+        tensors = entrance.sampled(module, args, kwargs)
         name = self.names.get(module) or type(module).__name__
-        watch = Watch(self, tensors, name, self.axis_of(module))
+        watch = Watch(self, tensors, name, entrance.axis(module))
         if watch.samples == 0:
             if any(tensor.numel() == 0 for tensor in tensors):
                 current.empty()

@@ -69,6 +69,11 @@ class Composite(Site):
 
     def check(self, rows: int, ctx: Any) -> int:
         """As in any site, for each part on its own."""
+        known = self.ledger.names
+        origins = [known[p] for listed in self.origins.values() for p in listed if p.requires_grad and p in known]
+        if not any(map(self.adds_to, self.names)) and not any(map(self.ledger.adds_to, origins)):
+            self.closed(ctx)  # autograd.grad, which counts nothing
+            return -1
         self._entered = before = self._parts.get(ctx.part, -1)
         graph = super().check(rows, ctx)
         self._parts[ctx.part] = self._entered

@@ -57,8 +57,10 @@ class Rows(torch.autograd.Function):
 
 def once(ctx: Any) -> None:
     """Refuse a second backward pass through the same forward pass."""
+    names = [ctx.ledger.names[p] for p in sources(ctx.derived) if p in ctx.ledger.names]
+    if not any(map(ctx.ledger.adds_to, names)):  # autograd.grad, which counts nothing
+        return
     if ctx.spent:
-        names = [ctx.ledger.names[p] for p in sources(ctx.derived) if p in ctx.ledger.names]
         raise RuntimeError(
             f"backward ran twice through the same forward pass of parameter '{', '.join(names)}' (retain_graph=True), "
             "which would count every sample twice: add the losses up and call backward() once."

@@ -22,7 +22,7 @@ NOT_SAMPLES = (
 def observable() -> bool:
     """Whether a forward pass is one that a backward pass into `.grad` may follow."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return torch.is_grad_enabled()
+        return torch.is_grad_enabled() and not torch.compiler.is_exporting()
     return not torch._C._get_tracing_state() and torch._C._functorch.maybe_current_level() is None
 
 

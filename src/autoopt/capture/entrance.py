@@ -24,7 +24,7 @@ from autoopt.capture.compiling import eagerly, may_leave, uncompiled
 from autoopt.capture.current import Pass, observable
 from autoopt.capture.generated import restore, stands_for, subclass
 from autoopt.capture.probe import Path, batch_size, named_leaves, probe
-from autoopt.capture.rerun import patient
+from autoopt.capture.rerun import patient, random_numbers, same_random_numbers
 from autoopt.capture.site import Site
 
 ENTRANCE = "_autoopt_entrance"
@@ -40,6 +40,7 @@ class Door:
     seen: bool = False  # a pass with samples went through it, outside of compiled graphs
     axis: int | None = None  # that of the samples in its inputs, if it was probed
     shared: frozenset[Path] = frozenset()  # its inputs that all samples share
+    blind: bool = False  # it could not be probed
     asked: set[str] = field(default_factory=set)  # paths of the layers that it was probed for
 
     def sampled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -58,6 +59,7 @@ class Call(NamedTuple):
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    drawn: Callable[[], None] | None  # draws the random numbers again that it draws
 
 
 class Entrance:
@@ -68,8 +70,6 @@ class Entrance:
         sites: path of a layer -> its site; may grow, then `watch` again.
         current: the pass that the sites share.
     """
-
-    probes = True  # False leaves every site the layout that it has
 
     def __init__(self, model: nn.Module, sites: Mapping[str, Site], current: Pass) -> None:
         self.model, self.sites, self.current = model, sites, current
@@ -95,6 +95,7 @@ class Entrance:
                 if isinstance(module, PASSED):
                     continue
                 if stands_for(type(module)) != ENTRANCE:
+                    _warn_of_own_forward(self.model, module)
                     module.__class__ = _entered(type(module))
                 if module not in self.doors:
                     self.doors[module] = Door(self)
@@ -114,7 +115,9 @@ class Entrance:
         """A module is called. Returns whether it is the outermost: then `leave` is to follow."""
         if self._call is not None or self.current.resting or not observable():
             return False
-        self._call, self._empty = Call(door, module, args, kwargs), False
+        # a probe may be asked for on the way, and has to take the way that this pass takes
+        drawn = random_numbers() if len(self.known) < len(self.sites) else None
+        self._call, self._empty = Call(door, module, args, kwargs, drawn), False
         try:
             if self._asks(door, module):
                 self._probe()
@@ -183,6 +186,10 @@ class Entrance:
         """The tensors that a module is called with, without those that all samples share."""
         return self._door(module).sampled(args, kwargs)
 
+    def blind(self, module: nn.Module) -> bool:
+        """Whether a module was to be probed, and could not be run again."""
+        return self._door(module).blind
+
     def _door(self, module: nn.Module) -> Door:
         return self.doors.get(module) or Door(self)
 
@@ -205,20 +212,23 @@ class Entrance:
 
     def _probe(self) -> None:
         assert self._call is not None
-        door, module, args, kwargs = self._call
+        door, module, args, kwargs, drawn = self._call
         self._empty = batch_size(tree_leaves((args, kwargs)), 0) == 0
-        if not self.probes or self._empty:
-            if self.agree is not None and self.probes:
+        if self._empty:
+            if self.agree is not None:
                 raise RuntimeError(
                     f"the first batch of {type(module).__name__}, which is sharded, has no samples on this rank, so "
                     "that it cannot be seen where they lie: give every rank some at the first step."
                 )
             return
         layers = {path: self.sites[path].layer for path in self._within(module)}
-        with patient(), uncompiled():
+        with patient(), uncompiled(), same_random_numbers(set()):
+            if drawn is not None:
+                drawn()
             found = probe(module, args, kwargs, layers, self.agree)
         door.asked |= layers.keys()
         door.axis, door.shared, self._doubt = found.axis, found.shared, found.doubt
+        door.blind = not found.layouts and not found.routed and found.doubt is not None
         self.known |= found.layouts.keys() or layers.keys()  # where it cannot run, it cannot run again
         for path in sorted(found.routed):
             self.sites[path].route()
@@ -251,9 +261,10 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
             for door in doors:
                 door.entrance.note(door, args, kwargs)  # which call is the outermost is not known there
             return plain.forward(self, *args, **kwargs)
-        opened = [door.entrance for door in doors if door.entrance.enter(door, self, args, kwargs)]
+        opened: list[Entrance] = []
         failed = True
         try:
+            opened += (door.entrance for door in doors if door.entrance.enter(door, self, args, kwargs))
             watch = doors[0].entrance.current.watch if len(doors) == 1 else None
             run: Callable[..., Any] = functools.partial(plain.forward, self)
             for entrance in opened:
@@ -269,3 +280,16 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
 
     outside = eagerly(forward)
     return subclass(plain, forward, ENTRANCE)
+
+
+def _warn_of_own_forward(model: nn.Module, module: nn.Module) -> None:
+    """A function in the place of a module's forward is called past every class that stands in for the module's."""
+    if "forward" in vars(module):
+        name = next((name for name, part in model.named_modules() if part is module), "") or type(module).__name__
+        warnings.warn(
+            f"module '{name}' has another function in the place of its forward (as Accelerate's prepare() and "
+            "torch.compile(module.forward) put there), so that its inputs are not seen: the first axis of what its "
+            "layers are given is taken as the batch, and a parameter that is used outside of a layer will be refused. "
+            "Make the optimizer first, with the plain model.",
+            stacklevel=2,
+        )

@@ -23,10 +23,16 @@ def subclass(plain: type[Any], forward: Callable[..., Any], key: str) -> type[nn
     origin = vars(plain).get(ORIGIN, plain)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        reduced: Any = super(generated, self).__reduce_ex__(protocol)
-        _, _, state, *rest = reduced
-        state = {name: value for name, value in state.items() if name != key}
-        return copyreg._reconstructor, (origin, object, None), state, *rest  # type: ignore[attr-defined]
+        reduced: Any = plain_copy(self).__reduce_ex__(protocol)
+        made, args, *rest = reduced
+        if made is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle asks that it make one of this class
+            made, args = copyreg._reconstructor, (origin, object, None)  # type: ignore[attr-defined]
+        return made, args, *rest
+
+    def scriptable(self: nn.Module) -> nn.Module:
+        copied = plain_copy(self)
+        copied._modules = dict(copied._modules)  # torch.jit.script puts what its parts give in their places
+        return copied
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = plain.__deepcopy__(self, memo)
@@ -38,7 +44,8 @@ def subclass(plain: type[Any], forward: Callable[..., Any], key: str) -> type[nn
     code = forward.__code__.replace()
     own = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
     body: dict[str, Any] = {
-        "forward": functools.wraps(plain.forward)(own), "__reduce_ex__": reduce_ex,
+        "forward": functools.wraps(plain.forward)(own),
+        "__reduce_ex__": reduce_ex, "__prepare_scriptable__": scriptable,
         "__module__": plain.__module__, "__doc__": plain.__doc__,
         KEY: key, ORIGIN: origin,
     }  # fmt: skip
@@ -46,6 +53,15 @@ def subclass(plain: type[Any], forward: Callable[..., Any], key: str) -> type[nn
         body["__deepcopy__"] = deepcopy
     generated: type[nn.Module] = type(plain.__name__, (plain,), body)
     return generated
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """A module of the class that its author made, which shares all that this one holds but the optimizers' entries."""
+    cls = type(module)
+    keys = {vars(one).get(KEY) for one in cls.__mro__}
+    copied: nn.Module = object.__new__(vars(cls)[ORIGIN])
+    vars(copied).update({name: value for name, value in vars(module).items() if name not in keys})
+    return copied
 
 
 def stands_for(cls: type[nn.Module]) -> str | None:

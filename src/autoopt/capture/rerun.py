@@ -1,16 +1,17 @@
 """Running a model again, without a trace, to see what its layers are given.
 
-Gradients are not recorded; random numbers of devices and of Python, buffers, attributes and training flags are put
-back. It cannot put back what a forward pass writes elsewhere (a list it appends to, NumPy's random numbers), and hooks
-that users put on the parts of the model do run. Modules without children, so BatchNorm, run in evaluation mode, where
-samples do not meet; those that hold them keep theirs, since some take another path in evaluation, past their layers.
+Gradients are not recorded; random numbers of devices, Python and NumPy, buffers, attributes, training flags and tensors
+that are assigned to parameters are put back. It cannot put back what a forward pass writes elsewhere (a list it appends
+to, a parameter that it changes in place), and hooks that users put on the parts of the model do run. Modules without
+children, so BatchNorm, run in evaluation mode, where samples do not meet; those that hold them keep theirs, since some
+take another path in evaluation, past their layers.
 """
 
 import random
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
+
+from autoopt.capture import sharded
 
 CHANNELS_SECOND = (
     nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.EmbeddingBag, nn.Bilinear, nn.PReLU,
@@ -74,6 +77,9 @@ def sample_axes(layer: nn.Module, shape: torch.Size) -> Sequence[int]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put back what forward passes change in the model."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    # FSDP changes what it holds itself; others assign to a parameter or to its data, as an average of another does
+    parameters = [] if any(map(sharded.is_sharded, model.parameters())) else list(model.parameters())
+    data = [parameter.data for parameter in parameters]
     casts, weights = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
@@ -85,6 +91,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parametrize._cache_enabled = 0
             for module in model.modules():
                 own = vars(module)
+                if parameters:
+                    own["_parameters"] = dict(module._parameters)
                 own["_buffers"] = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
                 if next(module.children(), None) is None and not isinstance(module, nn.modules.dropout._DropoutNd):
                     own["training"] = False  # dropout draws the same numbers in every run
@@ -95,6 +103,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for now, then in before:
                 now.clear()
                 now.update(then)
+            for parameter, was in zip(parameters, data, strict=True):
+                if parameter.data_ptr() != was.data_ptr():
+                    parameter.data = was
             torch.set_autocast_cache_enabled(casts)
             parametrize._cache_enabled = weights
 
@@ -113,12 +124,26 @@ def patient() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
+def random_numbers() -> Callable[[], None]:
+    """What puts the random numbers of Python, the host and, if it is in use, NumPy to where they are now."""
+    state, host = random.getstate(), torch.get_rng_state()
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    numbers = None if numpy is None else numpy.get_state()
+
+    def put() -> None:
+        random.setstate(state)
+        torch.set_rng_state(host)
+        if numpy is not None:
+            numpy.set_state(numbers)
+
+    return put
+
+
 @contextmanager
 def same_random_numbers(devices: set[torch.device]) -> Iterator[None]:
-    """Leave the random numbers of Python, the host and the devices as they were."""
-    state = random.getstate()
+    """Leave the random numbers of Python, NumPy, the host and the devices as they were."""
     with ExitStack() as stack:
-        stack.callback(random.setstate, state)
+        stack.callback(random_numbers())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for device in devices:
             if device.type not in ("cpu", "meta"):

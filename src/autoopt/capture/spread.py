@@ -54,8 +54,10 @@ class Spread(Source):
                     "the model, as in AutoSGD(model), and leave spread as it is."
                 )
             self._parameters[name] = parameter
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(_hook(self, name)))
+            if parameter.is_floating_point():
+                trains = parameter.requires_grad  # what is frozen now may be thawed, and takes no hook as it is
+                self._handles.append(parameter.requires_grad_().register_hook(_hook(self, name)))
+                parameter.requires_grad_(trains)
 
     @torch.no_grad()
     def arrived(self, name: str, gradient: Tensor) -> None:

@@ -7,6 +7,7 @@ and no tensor changes its type, so nothing can leak into the model.
 """
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -154,6 +155,8 @@ class Watch(TorchFunctionMode):
             return self._derive(name, tensors, result, again)
         if any(map(self.derived, tensors)):
             args, kwargs = tree_map(self.given, (args, kwargs))
+            if _knows(site) and not packed:
+                args, kwargs = self._by_samples(site, args, kwargs)
             tensors = list(tensors_in((*args, *kwargs.values())))
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
         tensor, layout = sampled[0]
@@ -164,6 +167,22 @@ class Watch(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             result = run(*args, **kwargs)
         return self._note_parts(site, result, sampled) if _knows(site) else self._note(result, sampled)
+
+    def _by_samples(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a layer that has an axis for samples in each, where they come from parameters: learned first
+        states, and queries of a layer that takes (time, batch, features)."""
+        own, states = 0 if site.layer.batch_first else 1, isinstance(site.layer, nn.RNNBase)
+
+        def by_row(axis: int, value: Any) -> Any:
+            fits = isinstance(value, Tensor) and value.dim() == 3 and value.shape[axis] == self.samples
+            if not fits or not self.derived(value) or not torch.is_grad_enabled():
+                return value
+            return self._by_row(value.movedim(axis, 0)).squeeze(1).movedim(0, axis)
+
+        def of(place: int | str, value: Any) -> Any:
+            return tree_map(functools.partial(by_row, 1 if states and place not in (0, "input") else own), value)
+
+        return tuple(itertools.starmap(of, enumerate(args))), {key: of(key, value) for key, value in kwargs.items()}
 
     def _routed_layer(self, site: Site, x: Tensor, *others: Tensor) -> Tensor:
         """Run a layer that is given rows of any number, in any order."""
