@@ -54,11 +54,11 @@ class RunningStatistics:
         alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what one operation can take
         for own, kept in self.pairs():
             alike.setdefault((own.device, own.dtype), []).append((own, kept))
+        share = newest * takes
         for (device, dtype), pairs in alike.items():
             seen, known = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
-            share, good = newest.to(device, dtype), takes.to(device) & seen.isfinite()
-            new = torch.where(good, known.lerp(seen, share), known).split([own.numel() for own, _ in pairs])
-            torch._foreach_copy_([kept.view(-1) for _, kept in pairs], list(new))
+            change = seen.sub_(known).mul_(share.to(device, dtype)).nan_to_num_(0.0, 0.0, 0.0)
+            torch._foreach_add_([kept.view(-1) for _, kept in pairs], change.split([own.numel() for own, _ in pairs]))
 
 
 @contextlib.contextmanager
