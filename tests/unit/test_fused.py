@@ -243,6 +243,21 @@ class TestKernels:
             step(resumed, other, 2)
         assert_close(held(resumed, other), held(model, optimizer))
 
+    def test_a_last_tensor_without_elements_is_not_looked_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its unit has no row, and what lies behind those of the others is somebody else's."""
+        parameters = [nn.Parameter(torch.ones(5, device=DEVICE)), nn.Parameter(torch.ones(0, device=DEVICE))]
+        with path(True, monkeypatch) as sweeps:
+            optimizer = AutoSGD(parameters)
+            (bucket,) = optimizer._made_buckets()[0]
+            guarded = torch.full((len(bucket.unit_of_row) + 1,), 10**12, device=DEVICE)
+            guarded[:-1] = bucket.unit_of_row
+            bucket.unit_of_row = guarded[:-1]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        assert sweeps
+        assert (parameters[0] < 1).all()
+
 
 def statistics(bucket: Bucket) -> dict[str, Tensor]:
     return {**bucket.statistics, "step": bucket.steps}
