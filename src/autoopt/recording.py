@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
 from autoopt.capture import sharded
@@ -187,7 +187,7 @@ class Recorder:
             known.graph = self._recorded(step, inputs)
         found = known.graph.replay(tensors)
         torch.autograd.graph.increment_version(self._parameters())
-        for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
+        for hook in [hook for hooks in self._post_hooks() for hook in hooks.values()]:
             hook(self.optimizer, (), {})
         return found
 
@@ -251,7 +251,7 @@ class Recorder:
         self._refuse_hooks()
 
     def _refuse_hooks(self) -> None:
-        if self.optimizer._optimizer_step_pre_hooks:
+        if self.optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
             raise RuntimeError(
                 "the optimizer has hooks that run before its step(), which a graph would leave out: remove them, or "
                 "call the step itself. (Hooks that run after it are called after each recorded step.)"
@@ -320,12 +320,18 @@ class Recorder:
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
         """While a step is recorded, hooks after it do not run: they may ask for values."""
-        hooks = self.optimizer._optimizer_step_post_hooks
-        self.optimizer._optimizer_step_post_hooks = OrderedDict()
+        before = [dict(hooks) for hooks in self._post_hooks()]
+        for hooks in self._post_hooks():
+            hooks.clear()
         try:
             yield
         finally:
-            self.optimizer._optimizer_step_post_hooks = hooks
+            for hooks, then in zip(self._post_hooks(), before, strict=True):
+                hooks.update(then)
+
+    def _post_hooks(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Those of the optimizer, and those that torch runs after the steps of all optimizers."""
+        return self.optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks
 
 
 def _arguments(leaves: list[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -309,6 +310,25 @@ def test_hooks_after_the_step_run_once_for_each_call() -> None:
     assert player.runs == [4]
     assert len(set(rates)) == len(rates) == EAGER + 4
     assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_hooks_of_all_optimizers_run_once_for_each_call() -> None:
+    _, optimizer, step = made()
+    player, batch = Player(step, optimizer), batches(1)[0]
+    ran: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda opt, *_: ran.append(opt))
+    try:
+        for _ in range(EAGER + 4):
+            player.run(*batch)
+    finally:
+        handle.remove()
+    assert ran == [optimizer] * (EAGER + 4)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        with pytest.raises(RuntimeError, match="hooks that run before"):
+            player.run(*batch)
+    finally:
+        handle.remove()
 
 
 def test_refuses_what_the_step_itself_would() -> None:
