@@ -54,9 +54,8 @@ def in_order(state_dict: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) ->
     An option that the saved groups lack, as those of an earlier version do, is the own group's.
     """
     groups = [dict(group) for group in state_dict["param_groups"]]
-    if foreign := next(
-        (group for group in groups if "maximize" in group), None
-    ):  # all of torch's have it, none of ours
+    foreign = next((group for group in groups if "maximize" in group), None)  # as all of torch's, and none of ours
+    if foreign is not None:
         options = ", ".join(sorted(foreign.keys() - {"params", "param_names"}))
         raise ValueError(f"this state was saved by another optimizer, with the options {options}: start without it.")
     for group, mine in zip(groups, own, strict=False):
