@@ -4,7 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 EXTRAS := lab,dev,docs,lightning,hf,tensorboard
 
-.PHONY: env demo test check bench docs trust lock release clean
+TORCH  ?= 2.10.0
+OTHER  := .venv-$(TORCH)
+
+.PHONY: env demo test compat check bench docs trust lock release clean
 
 env: $(VENV)/.installed
 
@@ -20,6 +23,15 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+
+# The suite under another torch, by default the oldest that is supported: `make compat TORCH=2.11.0`. From the registry
+# it comes with gigabytes of CUDA libraries, so this is for before a release, not for CI.
+compat:
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt --editable '.[$(EXTRAS)]'
+	$(OTHER)/bin/python -m pytest --numprocesses 3 --dist worksteal
 
 check: env
 	$(BIN)/ruff check .
@@ -44,4 +56,4 @@ release: env
 	$(BIN)/python tools/release.py --extras $(EXTRAS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-*

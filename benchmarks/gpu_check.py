@@ -195,7 +195,7 @@ def kernels_of_step(depth: int, make: type[torch.optim.Optimizer]) -> int:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(depth)]).cuda()
     optimizer = make(model)  # type: ignore[arg-type]
     x = torch.randn(16, 64, device="cuda")
-    for _ in range(3):
+    for _ in range(20):  # the first 16 also look how large the inputs are
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

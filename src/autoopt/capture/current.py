@@ -22,7 +22,8 @@ NOT_SAMPLES = (
 def observable() -> bool:
     """Whether a forward pass is one that a backward pass into `.grad` may follow."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        # not is_exporting(), which in torch 2.10 and 2.11 is True in every graph
+        return torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
     return not torch._C._get_tracing_state() and torch._C._functorch.maybe_current_level() is None
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autoopt.capture.aside import recording
 from autoopt.moments import precision
 
-LOOKS = 100  # passes that note, and steps that ask where ranks have to agree: the first batches need not be finite
+LOOKS = 16  # passes that note, and steps that ask where ranks have to agree: the first batches need not be finite
 
 RECURRENT = ("weight_ih_l0", "weight_ih_l0_reverse", "weight_ih")
 WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {  # what multiplies the inputs

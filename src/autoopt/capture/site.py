@@ -109,7 +109,7 @@ class Site:
     def eager(self) -> bool:
         """Whether the layer's uses have to be seen one by one, outside of any compiled graph."""
         several = self.repeated or self.fold > 1 or self.routed
-        return several or len(self.shadows) < len(self.names) or bool(self.origins)
+        return several or len(self.shadows) < len(self.names) or len(self.origins) > 0
 
     # The forward pass.
 

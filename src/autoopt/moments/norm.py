@@ -53,7 +53,9 @@ class RMSNorm(Operation):
         full = wide(x)
         eps = torch.finfo(full.dtype).eps if self.eps is None else self.eps
         rstd = (full.square().mean(self.axes, keepdim=True) + eps).rsqrt()
-        return (full * rstd * weight).to(x.dtype), (x, rstd)
+        y = full * rstd * weight
+        # torch 2.11 compiles a forward that ends in a conversion to the dtype at hand so that no gradient comes back
+        return y if y.dtype == x.dtype else y.to(x.dtype), (x, rstd)
 
     def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
         x, rstd = kept
