@@ -4,10 +4,10 @@
 
 Needs torch, transformers and a CUDA device. In one process: the plain optimizer, ours, the plain one again, 32 steps
 each after 18; the time of a step is the median over steps, memory the peak. "eager" is the loop as people write it,
-"compiled" the same with torch.compile(model), and "graph" the whole step (forward, backward and step()) as one CUDA
-graph, in which the host costs nothing; "recorded" is that graph as autoopt.recorded() makes it, which copies the batch
-and the loss, with a mean too; memory of both is what they hold when nothing runs. "every 16" is measure_every=16, of
-which a mean is taken too.
+"compiled" the same with torch.compile(model), once more as a graph, and "graph" the whole step (forward, backward and
+step()) as one CUDA graph, in which the host costs nothing; "recorded" is that graph as autoopt.recorded() makes it,
+which copies the batch and the loss, with a mean too; memory of both is what they hold when nothing runs. "every 16" is
+measure_every=16, of which a mean is taken too.
 """
 
 import argparse
@@ -156,14 +156,15 @@ class Loop:
         return sum("synchroniz" in str(warning.message) for warning in caught)
 
     def compiled(self) -> dict[str, float]:
-        """With torch.compile of the model, after what it takes to compile."""
+        """With torch.compile of the model, after what it takes to compile; the same as one CUDA graph."""
         start = time.perf_counter()
         self.model.compile()
         for _ in range(WARM):
             self.step()
         self.sync()
         took = time.perf_counter() - start
-        return {"ms": statistics.median(self.times(self.step)), "compiling s": took}
+        found = {"ms": statistics.median(self.times(self.step)), "host ms": self.host(self.step), "compiling s": took}
+        return {**found, "graph ms": self.graph()["ms"]}
 
     def graph(self) -> dict[str, float]:
         """The whole step as one CUDA graph."""
@@ -324,6 +325,9 @@ def table(rows: list[dict[str, Any]]) -> None:
         for way, over in (("graph", "graph"), ("recorded", "graph"), ("compiled", "compiled")):
             if way in row and over in plain[0]:
                 line += f", {way} {row[way]['ms'] / plain[0][over]['ms']:6.3f} of {plain[0][over]['ms']:.2f} ms"
+                if "graph ms" in row[way] and "graph ms" in plain[0][over]:
+                    alone = plain[0][over]["graph ms"]
+                    line += f" (as a graph {row[way]['graph ms'] / alone:6.3f} of {alone:.2f} ms)"
                 if "held MiB" in row[way]:
                     line += f" (memory {row[way]['held MiB'] / plain[0][over]['held MiB']:.3f})"
         line += f", mean {row['eager']['mean ms'] / statistics.mean(r['eager']['mean ms'] for r in plain):.3f}"

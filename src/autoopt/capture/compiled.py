@@ -20,17 +20,15 @@ class Compiled:
         Raises:
             RuntimeError: a layer was used more than once, or the layers do not agree on the number of samples.
         """
-        seen = [site for site in sites if site.uses.grad is not None]
+        seen = [site for site in sites if site.counts.grad is not None]
         if not seen:
             return 0
         if self.rows == 0:
             self._look(seen)
-        for site in seen:
-            site.uses.grad = None
         return self.rows
 
     def _look(self, sites: list[Site]) -> None:
-        found = [site.uses.grad.to(sites[0].uses.device) for site in sites if site.uses.grad is not None]
+        found = [site.counts.grad.to(sites[0].counts.device) for site in sites if site.counts.grad is not None]
         table = dict(zip(sites, torch.stack(found).tolist(), strict=True))
         repeated = {site: uses for site, (_, uses) in table.items() if uses > 1}
         for site in repeated:

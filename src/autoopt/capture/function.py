@@ -32,8 +32,7 @@ class Observe(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        samples: Tensor | None,
-        uses: Tensor | None,
+        counts: Tensor | None,
         weight_square: Tensor | None,
         bias_square: Tensor | None,
     ) -> Tensor:
@@ -50,12 +49,12 @@ class Observe(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         operation, site, rows = ctx.operation, ctx.site, dy.shape[0]
-        _, _, _, needs_x, needs_weight, needs_bias, compiled, _, observes_weight, observes_bias = ctx.needs_input_grad
-        counts = False
+        _, _, _, needs_x, needs_weight, needs_bias, compiled, observes_weight, observes_bias = ctx.needs_input_grad
+        adds = False
         if not torch.compiler.is_compiling():
             # of weight and bias
-            counts = any(executes(node) for node, _ in ctx.next_functions[1:3] if node is not None)
-            if counts:
+            adds = any(executes(node) for node, _ in ctx.next_functions[1:3] if node is not None)
+            if adds:
                 site.check(rows, ctx)
             else:
                 site.closed(ctx)
@@ -76,18 +75,18 @@ class Observe(torch.autograd.Function):
             site.book("bias", contributions.__getitem__, rows, ctx)
         elif needs_bias or observes_bias:
             db, b2 = bias_moments(operation, dy, ctx.some, site.total)
-        if counts:
+        if adds:
             for role, gradient, square in (("weight", dw, w2), ("bias", db, b2)):
                 if gradient is not None and square is not None and site.compares(role) and site.adds_to(role):
                     site.note(role, gradient)
-        samples = uses = None
+        counts = None
         if w2 is not None or b2 is not None:
             if compiled:
-                samples = torch.full((), rows, dtype=torch.float32, device=dy.device)
-                uses = torch.stack([samples, torch.ones_like(samples)])
-            elif counts:
+                count = torch.full((), rows, dtype=torch.float32, device=dy.device)
+                counts = torch.stack([count, torch.ones_like(count)])
+            elif adds:
                 site.rows += rows
         return (
             None, None, None, dx, dw if needs_weight else None, db if needs_bias else None,
-            samples, uses, w2 if observes_weight else None, b2 if observes_bias else None,
+            counts, w2 if observes_weight else None, b2 if observes_bias else None,
         )  # fmt: skip

@@ -45,8 +45,7 @@ class Site:
         self.names: dict[str, str] = {}  # role -> name of the parameter that has it
         self.shadows: dict[str, Tensor] = {}  # role of a parameter that only this layer uses -> leaf, .grad is Σ_i c_i²
         self.rows = 0  # N of the eager passes
-        self.samples = torch.zeros(())  # leaf whose .grad is N of the compiled passes
-        self.uses = torch.zeros(2)  # leaf whose .grad is (N, number of uses) of the last compiled pass
+        self.counts = torch.zeros(2)  # leaf whose .grad is (N, number of uses) of a compiled pass
         self.origins: dict[str, list[nn.Parameter]] = {}  # role of a computed tensor -> what it is computed from
         self.lent = False  # some of the origins belong to other layers' tensors too
         self.repeated = False  # from when the layer is first seen to be used more than once
@@ -203,8 +202,8 @@ class Site:
                 "laid out in another way than when the optimizer was made. Make it anew."
             )
 
-    def leaves(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """The leaves to run forward with: samples, uses, weight, bias. A shadow only where the parameter trains."""
+    def leaves(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The leaves to run forward with: counts, weight, bias. A shadow only where the parameter trains."""
         trained = {}
         for role, shadow in self.shadows.items():
             parameter = self.parameter(role)
@@ -212,21 +211,24 @@ class Site:
                 shadow = self._shadow(role)
             if parameter.requires_grad:
                 trained[role] = shadow
-        counters = (self.samples, self.uses) if torch.compiler.is_compiling() else (None, None)
-        return *counters, trained.get("weight"), trained.get("bias")
+        counts = self.counts if torch.compiler.is_compiling() else None
+        return counts, trained.get("weight"), trained.get("bias")
 
     @property
     def counted(self) -> Tensor | int:
         """N behind what the shadows hold."""
-        return self.rows if self.samples.grad is None else self.samples.grad + self.rows
+        if self.counts.grad is None:
+            return self.rows
+        compiled = self.counts.grad[0]
+        return compiled + self.rows if self.rows else compiled
 
     def _shadow(self, role: str) -> Tensor:
         """Put a shadow beside the parameter of that role, where the parameter now is."""
         parameter = self.parameter(role)
         leaf = torch.zeros((), dtype=precision(parameter), device=parameter.device)
         self.shadows[role] = leaf.expand(() if self.total else parameter.shape).requires_grad_()  # one number of memory
-        self.samples, self.uses = (torch.zeros(shape, device=parameter.device).requires_grad_() for shape in ((), (2,)))
-        self.samples.register_post_accumulate_grad_hook(self.current.arrival())
+        self.counts = torch.zeros(2, device=parameter.device).requires_grad_()
+        self.counts.register_post_accumulate_grad_hook(self.current.arrival())
         return self.shadows[role]
 
     # The backward pass.
@@ -295,10 +297,10 @@ class Site:
 
     def clear(self) -> None:
         """Forget the statistics gathered so far."""
-        if not self.rows and self.samples.grad is None:  # nothing came to the leaves
+        if not self.rows and self.counts.grad is None:  # nothing came to the leaves
             return
         self.rows = 0
-        for leaf in (self.samples, self.uses, *self.shadows.values()):
+        for leaf in (self.counts, *self.shadows.values()):
             leaf.grad = None
 
 

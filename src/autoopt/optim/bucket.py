@@ -18,7 +18,7 @@ from autoopt.capture.inputs import LOOKS
 
 ROW = 512
 PATTERNS = 64  # of missing gradients to remember
-RUN = 64  # rows that are summed up one after the other
+RUN = 32  # rows that are summed up one after the other
 AVERAGE = "average"  # the buffer that holds the average of the weights, and so starts with them
 ENLARGED = "enlarged"  # the statistic that says by how much small inputs ask for larger weights, if they do
 HELD = "held"  # the statistic that holds the last V̂ measured, for the steps that measure none

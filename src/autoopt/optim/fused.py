@@ -130,11 +130,12 @@ class Sweep:
         decay = group["weight_decay"]
         self.coupled = bool(decay) and not group["decoupled_weight_decay"]
         self.second = bucket.buffers["estimate" if form.buffer is None else form.buffer]
+        metric = _metric(form)
         self.shared = {
-            "METRIC": _metric(form),
+            "METRIC": metric,
             "COUPLED": self.coupled,
             "ALIGNED": all(operand.aligned for operand in (self.weights, self.gradient, square) if operand),
-            "TILE": kernels.TILE,
+            "TILE": kernels.TILE[metric],
             "WIDTH": ROW,
             "num_warps": kernels.WARPS,
         }
@@ -201,7 +202,7 @@ class Sweep:
         estimate = buffers["estimate"]
         rows = len(estimate)
         with torch.cuda.device_of(estimate):
-            kernels.update[(-(-rows // kernels.TILE),)](
+            kernels.update[(-(-rows // self.shared["TILE"]),)](
                 self.gradient.table, estimate, self.second, self.weights.table, buffers.get(AVERAGE, estimate), rows,
                 bucket.tensor_of_row, bucket.unit_of_row, bucket.first_rows, bucket.sizes,
                 *decision, self.powers, *self.numbers, float(self.group["lr"]),

@@ -15,9 +15,9 @@ import triton.language as tl
 
 from autoopt.oracle import relative
 
-TILE = 4  # rows that a program holds at once
-WARPS = 8
 # METRIC: 0 is the identity, 1 an average of squares, 2 their sum
+TILE = (2, 1, 1)  # rows that a program holds at once, by the metric: with one it holds more of each
+WARPS = 2  # few, so that a sum over a row is soon there; both by measurement (docs/benchmarks.md)
 # MEASURES: 0 is no spread, 1 one number for each tensor, 2 one for each element
 
 # Triton takes a number of the host for a float32, and a constexpr for what it is. It stands to the right of an
