@@ -28,7 +28,7 @@ test: env
 # it comes with gigabytes of CUDA libraries, so this is for before a release, not for CI.
 compat:
 	$(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt --editable '.[$(EXTRAS)]'
 	$(OTHER)/bin/python -m pytest --numprocesses 3 --dist worksteal

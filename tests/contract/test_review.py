@@ -193,7 +193,7 @@ def test_a_parametrization_put_on_an_attached_layer() -> None:
     assert "_autoopt_site" not in copy.deepcopy(model)[0].__dict__
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")  # still in use
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")  # still in use
 def test_functional_transforms_run_plain() -> None:
     model = network()
     optimizer = AutoSGD(model)
@@ -397,7 +397,7 @@ def test_a_list_of_samples() -> None:
 
 
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda part: torch.jit.trace(part, torch.zeros(2, 4).double())])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
 def test_torchscript_is_refused_by_name(compiled: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), compiled(nn.Sequential(nn.Linear(4, 4)).double())).double()
     with pytest.raises(ValueError, match=r"module '1' is TorchScript .*spread=\"passes\""):
@@ -406,7 +406,7 @@ def test_torchscript_is_refused_by_name(compiled: Callable[[nn.Module], nn.Modul
     step(model, optimizer, *data())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
 def test_an_observed_model_can_be_scripted_exported_and_saved_as_a_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     x, y = data()

@@ -11,6 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoopt import AutoAdam, AutoSGD
+from autoopt.capture import Capture
+from equivalence.cases import CASES, Case, assert_close
+from equivalence.cases import network as around
+
+ONE_OF_EACH = {type(case.layer()): case for case in reversed(CASES)}
 
 
 def network() -> nn.Module:
@@ -59,3 +64,23 @@ def test_eager_and_compiled_passes_of_one_step_are_counted_together() -> None:
         optimizer.step()
     for name, chosen in optimizers[0].tuned().items():
         assert optimizers[1].tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo, tracing any Function
+@pytest.mark.parametrize("case", ONE_OF_EACH.values(), ids=str)
+def test_gradients_and_second_moments_of_a_layer_are_those_of_an_eager_pass(case: Case) -> None:
+    """Also those of the layer before it: torch 2.11 lost the gradient behind RMSNorm in a graph, without a word."""
+    torch.compiler.reset()
+    found = []
+    for compiles in (False, True):
+        model, x, y = around(case, torch.float64)
+        capture = Capture(model, dict(model.named_parameters()), elementwise=True)
+        forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        F.cross_entropy(forward(x), y).backward()
+        found.append({name: (p.grad, capture.second_moment(name)) for name, p in model.named_parameters()})
+        capture.detach()
+    eager, compiled = found
+    for name, (gradient, square) in eager.items():
+        assert square is not None
+        assert_close(compiled[name][0], gradient, 1e-10, f"gradient of {name}")
+        assert_close(compiled[name][1], square, 1e-10, name)

@@ -208,7 +208,7 @@ def test_computed_weights_are_refused() -> None:
     optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in make_dual
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in make_dual
 def test_forward_mode_is_refused() -> None:
     model, x = mlp(), torch.randn(N, 3)
     optimizer = AutoSGD(model)
