@@ -69,6 +69,13 @@ def resnet18() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
+def give_up_recording(stream: torch.cuda.Stream) -> None:
+    """After a recording that failed: torch may leave its own stream, and the generator as in a recording."""
+    torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
 def moments_agree() -> float:
     """The largest relative difference of a second moment on the GPU (float32) from the CPU's (float64)."""
     torch.manual_seed(0)

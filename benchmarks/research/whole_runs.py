@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu_check import resnet18
+from gpu_check import give_up_recording, resnet18
 
 from autoopt import AutoAdam, AutoSGD
 from autoopt_lab.tasks import Data, cifar10
@@ -247,9 +247,7 @@ class Run:
             self.graph = graph
         except Exception:
             traceback.print_exc(limit=-6)
-            torch.cuda.set_stream(stream)  # torch may leave its own, and the generator as in a recording
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())
+            give_up_recording(stream)
             self.optimizer.zero_grad()
 
     def step(self, step: int) -> None:
