@@ -352,6 +352,7 @@ RUNS = {
 
 def rank(number: int, ranks: int, folder: Path) -> None:
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # by torch 2.10, of its own checkpoints
     world = World(folder.parent, number, ranks)
     if ranks == 4:
         sharding.LARGEST = 100  # as if the model were large
