@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +104,39 @@ def test_statistics_are_those_of_the_eager_pass(
     assert streams.joined()
     assert sum(side.branches for side in streams.sides) == passes * -(-LAYERS // aside.PIECES)
     assert all(side.after == ["main"] * side.branches for side in streams.sides), "each begins after the pass so far"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_formed_together_is_formed_beside_the_pass(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as so many layers that are alike are there as in an earlier pass; at its end if there was none."""
+    net, x = model(), torch.randn(4, 3, 6, dtype=torch.float64)
+    capture = watched(net, monkeypatch)
+    if known:
+        squares(capture, net, x)
+    streams, formed, form = Streams(monkeypatch), [], sampled.Few._at_once
+
+    def noted(few: sampled.Few, entries: list[Any]) -> None:
+        formed.append((streams.current.name, len(entries)))
+        form(few, entries)
+
+    monkeypatch.setattr(sampled.Few, "_at_once", noted)
+    monkeypatch.setattr(glance, "recording", lambda device: True)
+    squares(capture, net, x)
+    assert formed == [("side 0" if known else "main", LAYERS)]
+
+
+def test_what_later_work_reads_is_held_until_all_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what the pass allocates next would be written over it."""
+    Streams(monkeypatch)
+    beside, read = aside.Aside(), torch.zeros(1)
+    alive = weakref.ref(read)
+    for _ in range(20):
+        beside.do(lambda: None, torch.zeros(1))
+    beside.hold(read)
+    del read
+    assert alive() is not None
+    beside.join()
+    assert alive() is None
 
 
 def test_what_is_read_is_held_until_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

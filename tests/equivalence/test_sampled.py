@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoopt import AutoAdam, AutoGaussNewton, AutoSGD
 from autoopt.capture import Capture, glance, sampled
+from autoopt.moments.linear import Linear
 
 SAMPLES, DRAWS = 24, 150
 
@@ -268,27 +269,81 @@ def test_a_glance_is_exact_for_the_samples_it_looks_at(elementwise: bool, glance
     assert len(glanced) == 2
 
 
-def test_a_square_that_is_larger_than_its_samples_waits_for_the_end_of_the_pass(glanced: list[glance.Glance]) -> None:
-    """So that it is not there while the layers before it still keep their inputs."""
-    model, x = (
-        nn.Sequential(nn.Conv2d(8, 24, 3, padding=1), nn.Conv2d(24, 8, 1)).double(),
-        torch.randn(6, 8, 2, 2).double(),
-    )
-    capture = watched(model)
-    formed: list[str] = []
-    entered = capture.ledger.add_few
-    capture.ledger.add_few = lambda name, *rest: (formed.append(name), entered(name, *rest))[1]  # type: ignore[method-assign]
-    before: list[str] = []
-    x.requires_grad_().register_hook(lambda _: before.extend(formed))  # the last of the pass
-    found = squares(capture, model, x)
-    assert before == ["1.weight", "1.bias"]
-    assert formed[2:] == ["0.weight", "0.bias"]
-    some = sampled.Sampler(exact=False).choose(6, 96)
-    assert some is not None
-    twin, (i,) = copy.deepcopy(model), range(6)[some.rows]
-    twin(x.detach()[i : i + 1]).square().sum().backward()
-    for name, parameter in twin.named_parameters():
-        torch.testing.assert_close(found[name], 6 * parameter.grad.square(), rtol=1e-10, atol=1e-14)
+class Kinds(nn.Module):
+    """Layers of several kinds, of which some are alike, and some of those not quite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = [nn.Conv2d(4, 4, 3, padding=1, bias=bias) for bias in (True, True, False, True)]
+        wide = nn.Conv2d(4, 4, 3, padding=2, dilation=2)
+        last = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        linear = [nn.Linear(6, 6) for _ in range(3)]
+        linear[1].bias.requires_grad_(False)
+        batch = [nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4).eval()]
+        instance = [nn.InstanceNorm2d(4, affine=True, track_running_stats=tracks) for tracks in (True, True, False)]
+        group = [nn.GroupNorm(groups, 4) for groups in (2, 4, 2)]
+        others = [nn.LayerNorm(6), nn.RMSNorm(6), nn.PReLU(4), nn.PReLU(), nn.ConvTranspose2d(4, 4, 3, padding=1)]
+        rest = [*batch, *instance, *group, *others, *copy.deepcopy(others), wide, last]
+        pairs = zip(rest, [*convolutions, *linear] * 3, strict=True)
+        self.layers = nn.ModuleList(dict.fromkeys(layer for pair in pairs for layer in pair))  # each of them once
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + 0.5 * x.roll(1, 1)
+        return x
+
+
+@pytest.mark.parametrize("limit", ["HELD", "TOGETHER", "SMALL", None])
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_what_is_formed_together_is_what_it_is_apart(
+    elementwise: bool, limit: str | None, glanced: list[glance.Glance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is formed in the pass or at its end, all at once or not, kept as it is or copied."""
+    if limit is not None:
+        monkeypatch.setattr(sampled, limit, {"HELD": 20_000, "TOGETHER": 300, "SMALL": 0}[limit])
+        monkeypatch.setattr(glance, "SMALL", sampled.SMALL)
+    torch.manual_seed(3)
+    model, x = Kinds().double(), torch.randn(6, 4, 6, 6, dtype=torch.float64)
+    assert_alike(*observed_twin(model, lambda model: model(x).square().sum().backward(), elementwise))
+    assert len(glanced) == len(model.layers)
+
+
+def test_layers_that_are_alike_are_formed_together(
+    glanced: list[glance.Glance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formed: list[int] = []
+
+    class Counted(Linear):
+        def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+            formed.append(len(dy))
+            return super().weight_contributions(dy, kept)
+
+    monkeypatch.setattr("autoopt.moments.linear.Linear", Counted)
+    model, x = nn.Sequential(*(nn.Linear(5, 5) for _ in range(7)), nn.Linear(5, 2)), torch.randn(4, 3, 5)
+    ends: list[int] = []
+    x.requires_grad_().register_hook(lambda _: ends.append(len(formed)))  # the last of the pass
+    squares(watched(model), model, x)
+    assert ends == [0]
+    assert sorted(formed) == [1, 7]
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_the_rest_of_a_batch_is_not_kept(
+    small: bool, glanced: list[glance.Glance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer that had its backward pass there is one sample, though nothing is formed yet; unless all are small."""
+    if not small:
+        monkeypatch.setattr(glance, "SMALL", 0)
+    model, x = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), torch.randn(4, 3, 5, requires_grad=True)
+    watched(model)
+    between = model[0](x)
+    storage, kept = weakref.ref(between.untyped_storage()), []
+    x.register_hook(lambda _: kept.append(storage() is not None))  # the last of the pass
+    loss = model[1](between).square().sum()
+    del between
+    loss.backward()
+    assert kept == [small]
+    assert storage() is None
 
 
 def test_micro_batches_add_up(glanced: list[glance.Glance]) -> None:
@@ -403,15 +458,18 @@ def test_a_pass_without_a_backward_leaves_nothing(norm: nn.Module, glanced: list
     assert not capture.sites["0"].repeated
 
 
-def observed_twin(model: nn.Module, run: Callable[[nn.Module], None]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def observed_twin(
+    model: nn.Module, run: Callable[[nn.Module], None], elementwise: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The second moments after `run`, with glances, and by `Observe` with the same samples."""
     twin, found = copy.deepcopy(model), []
     for one, suits in ((model, glance.suits), (twin, lambda *_: None)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(glance, "suits", suits)
-            capture = watched(one)
+            capture = watched(one, elementwise)
             run(one)
-        found.append({name: capture.second_moment(name) for name in capture.parameters})
+        trained = [name for name, parameter in capture.parameters.items() if parameter.requires_grad]
+        found.append({name: capture.second_moment(name) for name in trained})
         assert all(square is not None for square in found[-1].values())
     return found[0], found[1]
 

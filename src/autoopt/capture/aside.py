@@ -47,6 +47,7 @@ class Aside:
         self._stream: torch.cuda.Stream | None = None
         self._waiting: list[Piece] = []  # for a branch to take them, all of one stream
         self._under_way: deque[Branch] = deque()
+        self._held: list[Tensor] = []
 
     def do(self, work: Callable[[], None], *reads: Tensor) -> None:
         """Have some work done beside the pass, now or later. `reads`: what it reads."""
@@ -57,16 +58,21 @@ class Aside:
         if len(self._waiting) >= PIECES:
             self._branch()
 
+    def hold(self, tensor: Tensor) -> None:
+        """Have a tensor of the pass, which later work reads, outlast the work at hand until the pass waited for all."""
+        self._held.append(tensor)
+
     def join(self) -> None:
         """Do what is waiting, and have the pass wait for all of it."""
         if self._waiting:
             self._branch()
         while self._under_way:
             self._under_way.popleft().join()
+        self._held = []
 
     def drop(self) -> None:
         """Forget the work for a pass that did not come to its end, and its graph with it."""
-        self._waiting, self._under_way = [], deque()
+        self._waiting, self._under_way, self._held = [], deque(), []
 
     def _branch(self) -> None:
         pieces, self._waiting = self._waiting, []

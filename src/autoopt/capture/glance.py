@@ -7,7 +7,6 @@ remains for the other layers if all samples are asked for, for compiled passes a
 (checkpoints, offloading) want nothing to be kept.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from autoopt.capture.aside import recording
 from autoopt.capture.current import lowered
-from autoopt.capture.sampled import Some, squared
+from autoopt.capture.sampled import SMALL, Look, Some, squared
 from autoopt.capture.site import Site
 from autoopt.moments import Operation
 from autoopt.moments.operation import owned
 
 ALL = Some(slice(None), 0, 1.0)  # of the samples
-GROWS = 8  # times as much memory as its samples take, from which on Σ c² waits for the end of the pass
 
 
 class Glance:
@@ -69,45 +67,31 @@ class Glance:
             site.ledger.open(site.names[role], self.samples, graph)
             if site.compares(role):
                 site.note(role, self._gradient(role, dy, kept))
+        look = self._look_at_all if self.some is ALL else self._look_at_some
         if recording(dy.device):
-            site.ledger.aside.do(lambda: self._look(roles, *self._seen(roles, dy, kept)), dy, *kept)
-            return
-        dy, kept = self._seen(roles, dy, kept)
-        if self._grows(roles, dy, kept):
-            # Σ c² of it can wait until the pass has freed what others keep; what it takes is copied out of that
-            dy, kept = dy.clone(), tuple(tensor.clone() for tensor in kept)
-            site.ledger.later(functools.partial(self._look, roles, dy, kept))
+            site.ledger.aside.do(lambda: look(roles, dy, kept, early=True), dy, *kept)
         else:
-            self._look(roles, dy, kept)
+            look(roles, dy, kept, early=False)
+
+    def _look_at_some(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
+        """Set them apart from the others, which are freed as the pass goes on."""
+        rows, site = self.some.rows, self.site
+        parts = self.operation.select(kept, rows) if "weight" in roles else ()
+        seen: list[Tensor] = []
+        for whole, part in zip((dy, *kept), (dy[rows], *parts), strict=False):
+            if whole.numel() > SMALL:
+                part = part.clone()
+            elif early:
+                site.ledger.aside.hold(part)
+            seen.append(part)
+        names = {role: site.names[role] for role in roles}
+        site.ledger.look(Look(self.operation, names, seen[0], tuple(seen[1:])), self.some, early=early)
 
     def _gradient(self, role: str, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         operation = self.operation
         return operation.weight_gradient(dy, kept) if role == "weight" else operation.bias_contributions(dy).sum(0)
 
-    def _seen(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Of the samples that are looked at."""
-        rows = self.some.rows
-        if self.some is ALL:
-            return dy, kept
-        return dy[rows], self.operation.select(kept, rows) if "weight" in roles else ()
-
-    def _grows(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> bool:
-        """Whether Σ c², if it is wanted for every element, takes far more memory than what it is made of."""
-        if self.some is ALL or self.site.ledger.total or "weight" not in roles:
-            return False
-        return self.site.parameter("weight").numel() > GROWS * sum(tensor.numel() for tensor in (dy, *kept))
-
-    def _look(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
-        site, operation = self.site, self.operation
-        if self.some is ALL:
-            self._look_at_all(roles, dy, kept)
-            return
-        for role in roles:
-            weight = role == "weight"
-            c = operation.weight_contributions(dy, kept) if weight else operation.bias_contributions(dy)
-            site.ledger.add_few(site.names[role], c, self.some.share)
-
-    def _look_at_all(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
+    def _look_at_all(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
         site, operation, total = self.site, self.operation, self.site.ledger.total
         for role in roles:
             weight = role == "weight"

@@ -7,7 +7,7 @@ added up, squared and forgotten.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from autoopt.capture import sharded
 from autoopt.capture.aside import Aside
 from autoopt.capture.audit import Audit, Besides
 from autoopt.capture.current import Pass, executes
-from autoopt.capture.sampled import Few, Sampler, squared
+from autoopt.capture.sampled import Few, Look, Sampler, Some, squared
 from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
 
 
@@ -43,7 +43,6 @@ class Ledger:
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
         self._few = Few(total)
-        self._later: list[Callable[[], None]] = []  # calls of `add_few` that wait for the end of the pass
         current.cleared = lambda: all(map(self.fresh, self.parameters))
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
@@ -83,7 +82,7 @@ class Ledger:
             self.book(name, samples, square)
 
     def open(self, name: str, samples: int, graph: int) -> None:
-        """Say that `add_few` or `book` will follow for such a parameter, before the pass that adds to it has done so.
+        """Say that `look` or `book` will follow for such a parameter, before the pass that adds to it has done so.
 
         The number of the pass is `graph`.
         """
@@ -93,13 +92,9 @@ class Ledger:
         self._alone(name, graph)
         self._rows = samples
 
-    def add_few(self, name: str, c: Tensor, share: float) -> None:
-        """Enter what a few samples add to it, each of which stands for `share` of all; at any time before `settle`."""
-        self._few.add(name, c, share, self.parameters[name])
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Have `add_few` called at the end of the pass."""
-        self._later.append(work)
+    def look(self, look: Look, some: Some, *, early: bool) -> None:
+        """Enter a layer of which `some` samples are looked at; `early`: what can be done before the pass ends is."""
+        self._few.add(look, some, [self.parameters[name] for name in look.names.values()], early)
 
     def add_derived(
         self, derived: Tensor, samples: int, contributions: Contributions, *, sole: bool, outer: int = -1
@@ -136,10 +131,7 @@ class Ledger:
             self._drop()
         self.aside.join()
         uses, self._uses = self._uses, {}
-        later, self._later = self._later, []
         with torch.no_grad():
-            for work in later:
-                work()
             if self.current.group is None:  # else the gradients are averages over ranks
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
@@ -165,7 +157,6 @@ class Ledger:
         self._uses = {}
         self.aside.drop()
         self._few.clear()
-        self._later = []
         self.audit.drop()
 
     def adds_to(self, name: str) -> bool:

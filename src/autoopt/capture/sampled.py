@@ -8,7 +8,7 @@ choice depends on nothing but sizes, so that a run that is resumed, or skips a s
 looked at.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,10 @@ from autoopt.moments.operation import alike
 
 ROOM = 1 << 16  # elements of all samples together that are a small matter
 FEW = 1  # samples; the rule averages over a hundred steps
-SMALL = 1 << 16  # elements of contributions that wait for those of other parameters
+SMALL = 1 << 16  # elements of a tensor that may wait as it is: of a parameter's contributions, of what is looked at
+TOGETHER = 1 << 24  # elements of contributions that are formed together
+HELD = 1 << 28  # bytes of samples that may wait
+KINDS = 1024  # of layers to remember
 
 
 class Some(NamedTuple):
@@ -86,61 +89,125 @@ def squared(contributions: Tensor, total: bool) -> Tensor:
     return c[0].square() if len(c) == 1 else c.square().sum(0)
 
 
+class Look(NamedTuple):
+    """A layer in the backward pass, of the samples that are looked at."""
+
+    operation: Operation
+    names: dict[str, str]  # role, in which the layer reports on a parameter -> name of that
+    dy: Tensor
+    kept: tuple[Tensor, ...]
+
+
 class Few:
-    """What a few samples add to parameters in the pass that is under way. Small ones are squared all at once.
+    """What a few samples add to parameters in the pass that is under way.
+
+    It is formed at the end of the pass, and that of layers that are alike is formed together, as if they were so many
+    samples of one: a network has few kinds of layers. What is waiting has a limit.
+
+    While a CUDA graph is recorded, where it is done beside the pass, it is formed earlier: as soon as so many layers of
+    a kind are there as ever were. They are those that would be together at the end, so that the result is the same.
 
     Args:
         total: only the total of Σ c_i² is asked for.
     """
 
     def __init__(self, total: bool) -> None:
-        self.total, self.share = total, 1.0
-        self._small: dict[str, Tensor] = {}  # c_i
-        self._large: dict[str, Tensor] = {}  # Σ c_i², or of its total the root, which takes one operation
+        self.total, self.number, self.share = total, FEW, 1.0
+        self._alike: dict[Any, list[tuple[Look, Sequence[Tensor]]]] = {}  # with the parameters
+        self._most: dict[Any, int] = {}  # of a kind that there ever were
+        self._held = 0  # bytes that wait, or did so since all were formed
+        self._small: dict[Any, list[tuple[Sequence[str], Tensor]]] = {}  # c_i of several parameters: (them, samples, *)
+        self._found: dict[str, Tensor] = {}
 
-    def add(self, name: str, c: Tensor, share: float, parameter: Tensor) -> None:
-        """Enter what each sample adds to a `parameter`, (samples, *shape); it stands for `share` of them."""
-        self.share = share
-        if c.numel() <= SMALL:
-            self._small[name] = c
-        elif self.total:
-            self._large[name] = torch.linalg.vector_norm(c, dtype=precision(c))
-        else:  # in the order of memory that the step will want
-            square = squared(c, False)
-            if not alike(square, parameter.stride()):
-                square = torch.empty_like(parameter, dtype=square.dtype).copy_(square)
-            self._large[name] = square
+    def add(self, look: Look, some: Some, parameters: Sequence[Tensor], early: bool) -> None:
+        """Enter what a layer's samples add to `parameters`, in the order of their names."""
+        self.number, self.share = some.number, some.share
+        operation, names, dy, kept = look
+        formats = () if self.total else tuple(parameter.stride() for parameter in parameters)
+        key = operation.kind, *names, dy.device, *((part.shape, part.dtype) for part in (dy, *kept)), formats
+        entries = self._alike.setdefault(key, [])
+        entries.append((look, parameters))
+        self._held += dy.nbytes + sum(part.nbytes for part in kept)
+        if self._held > HELD:
+            self._form()
+        elif early and len(entries) == self._most.get(key):
+            self._together(self._alike.pop(key))
 
     def squares(self) -> dict[str, Tensor]:
         """The estimate of Σ c_i² over all samples, for each of the parameters; these are forgotten."""
-        if self.total:
-            found = self._totals()
-        elif found := self._large | self._small_squares():
-            torch._foreach_mul_(list(found.values()), self.share)
+        self._form()
+        found = self._totals() if self.total else self._elements()
         self.clear()
         return found
 
     def clear(self) -> None:
-        self._small, self._large = {}, {}
+        self._alike, self._small, self._found, self._held = {}, {}, {}, 0
+
+    def _form(self) -> None:
+        alike, self._alike, self._held = self._alike, {}, 0
+        if len(self._most) >= KINDS:  # a model that is called with other shapes every time
+            self._most.clear()
+        for key, entries in alike.items():
+            self._most[key] = max(len(entries), self._most.get(key, 0))
+            self._together(entries)
+
+    def _together(self, entries: Sequence[tuple[Look, Sequence[Tensor]]]) -> None:
+        """Form the contributions of layers that are alike."""
+        size = max(1, TOGETHER // max(parameter.numel() for parameter in entries[0][1]))
+        for start in range(0, len(entries), size):
+            self._at_once(entries[start : start + size])
+
+    def _at_once(self, entries: Sequence[tuple[Look, Sequence[Tensor]]]) -> None:
+        looks = [look for look, _ in entries]
+        operation, roles = looks[0].operation, list(looks[0].names)
+        dy = joined([look.dy for look in looks])
+        kept = tuple(map(joined, zip(*(look.kept for look in looks), strict=True)))
+        for place, role in enumerate(roles):
+            weight = role == "weight"
+            c = operation.weight_contributions(dy, kept) if weight else operation.bias_contributions(dy)
+            self._enter([look.names[role] for look in looks], c, entries[0][1][place])
+
+    def _enter(self, names: Sequence[str], c: Tensor, parameter: Tensor) -> None:
+        """What the samples of each of the layers add, one layer after the other, to parameters such as this one."""
+        c = c.unflatten(0, (len(names), -1))
+        if parameter.numel() <= SMALL:
+            self._small.setdefault((c.device, c.dtype), []).append((names, c))
+        elif self.total:
+            sizes = torch.linalg.vector_norm(c.flatten(1), dim=1, dtype=precision(c))
+            self._found |= zip(names, sizes.unbind(), strict=True)
+        else:  # in the order of memory that the step will want
+            c = wide(c)
+            square = c[:, 0].square() if c.shape[1] == 1 else c.square().sum(1)
+            if not alike(square[0], parameter.stride()):
+                strides = torch.empty_like(parameter, device="meta").stride()
+                square = square.new_empty_strided(square.shape, (parameter.numel(), *strides)).copy_(square)
+            self._found |= zip(names, square.mul_(self.share).unbind(), strict=True)
 
     def _totals(self) -> dict[str, Tensor]:
-        sizes = dict(self._large)
-        for small in _kinds(self._small):
-            c = list(small.values())
-            sizes |= dict(zip(small, torch._foreach_norm(c, 2, dtype=precision(c[0])), strict=True))
+        """Of what was found, which are the roots that one operation gives."""
+        roots = self._found
+        for entries in self._small.values():
+            each = [(name, part) for names, c in entries for name, part in zip(names, c.unbind(), strict=True)]
+            sizes = torch._foreach_norm([part for _, part in each], 2, dtype=precision(each[0][1]))
+            roots |= zip((name for name, _ in each), sizes, strict=True)
         found: dict[str, Tensor] = {}
-        for same in _kinds(sizes):  # together: these are a number each
+        for same in _kinds(roots):  # together: these are a number each
             squares = torch.stack(list(same.values())).square_().mul_(self.share)
-            found |= dict(zip(same, squares.unbind(), strict=True))
+            found |= zip(same, squares.unbind(), strict=True)
         return found
 
-    def _small_squares(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for small in _kinds(self._small):
-            flat = [c.flatten(1) for c in small.values()]
-            parts = squared(torch.cat(flat, 1), False).split([c.shape[1] for c in flat])
-            found |= {name: part.view(c.shape[1:]) for (name, c), part in zip(small.items(), parts, strict=True)}
-        return found
+    def _elements(self) -> dict[str, Tensor]:
+        for entries in self._small.values():
+            flat = [c.transpose(0, 1).flatten(1) for _, c in entries]
+            squares = squared(torch.cat(flat, 1), False).mul_(self.share).split([part.shape[1] for part in flat])
+            for (names, c), square in zip(entries, squares, strict=True):
+                self._found |= zip(names, square.view(len(names), *c.shape[2:]).unbind(), strict=True)
+        return self._found
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _kinds(tensors: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:

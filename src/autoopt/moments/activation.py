@@ -13,24 +13,22 @@ from autoopt.moments.operation import Operation
 class PReLU(Operation):
     """(samples, channels, *space), y = x where it is positive, else weight · x: one weight, or one for each channel."""
 
+    single: bool
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return torch.prelu(x, weight.to(x.dtype)), (x, weight)
+        return torch.prelu(x, weight.to(x.dtype)), (x,)
 
     def input_gradient(self, dy: Tensor, kept: tuple[Tensor, ...], weight: Tensor) -> Tensor:
         x = kept[0]
-        slope = weight if weight.numel() == 1 else per_channel(weight, x)
+        slope = weight if self.single else per_channel(weight, x)
         return torch.where(x > 0, dy, (slope * dy).to(dy.dtype))
 
     def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
-        x, weight = kept
+        (x,) = kept
         parts = dy * x.clamp(max=0)
-        return parts.reshape(len(parts), -1).sum(1, keepdim=True) if weight.numel() == 1 else by_channel(parts)
-
-    def select(self, kept: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
-        x, weight = kept
-        return x[rows], weight
+        return parts.reshape(len(parts), -1).sum(1, keepdim=True) if self.single else by_channel(parts)
 
 
 def prepare(layer: nn.PReLU, x: Tensor) -> tuple[PReLU, Tensor]:
     """The operation of an nn.PReLU; a single number is a batch of one sample."""
-    return PReLU(), x if x.dim() > 0 else x.unsqueeze(0)
+    return PReLU(layer.weight.numel() == 1), x if x.dim() > 0 else x.unsqueeze(0)

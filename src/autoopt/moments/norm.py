@@ -144,12 +144,17 @@ class BatchNorm(Operation):
     def weight_contributions(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         x, mean, rstd = kept
         if fused(x):
-            return fused_by_channel(dy, x, mean, rstd, 1, (0, 0, 1))
+            return fused_by_channel(dy, x, mean, rstd, 1, (mean.stride(0) if mean.dim() == 2 else 0, 0, 1))
         return by_channel(dy * ((x - per_channel(mean, x)) * per_channel(rstd, x)))
 
     def select(self, kept: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
         x, mean, rstd = kept  # the latter two are of all samples together
-        return x[rows], mean, rstd
+        x = x[rows]
+        return x, mean.expand(len(x), -1), rstd.expand(len(x), -1)
+
+    @property
+    def kind(self) -> object:
+        return BatchNorm
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return by_channel(dy)
@@ -162,6 +167,10 @@ class InstanceNorm(GroupNorm):
     running_mean: Tensor | None
     running_var: Tensor | None
     momentum: float
+
+    @property
+    def kind(self) -> object:
+        return InstanceNorm, self.groups
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         y, (x, mean, rstd) = super().forward(x, weight, bias)
@@ -204,8 +213,8 @@ def fused_by_channel(
 
 
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """(channels,) so that it broadcasts with (samples, channels, *space)."""
-    return values.view(1, -1, *[1] * (x.dim() - 2))
+    """(channels,), or those of each sample, so that it broadcasts with (samples, channels, *space)."""
+    return values.reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
 
 
 def prepare_layer_norm(layer: nn.LayerNorm, x: Tensor) -> tuple[LayerNorm, Tensor]:

@@ -41,6 +41,11 @@ class Operation(ABC):
     keeps_input: ClassVar[bool] = False  # `kept` is the input and nothing else
     positional: ClassVar[bool] = False  # takes any axes between that of the samples and those of the features
 
+    @property
+    def kind(self) -> object:
+        """What is equal where the contributions of two layers come about alike, so that they can be formed together."""
+        return self
+
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output, and the tensors that the methods below take as `kept`."""
