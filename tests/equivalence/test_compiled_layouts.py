@@ -100,6 +100,34 @@ class Activated(nn.Module):
         return result
 
 
+class Embedded(nn.Module):
+    """Position embeddings, which have to be watched, and a block that need not be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.block = nn.Embedding(T, D), nn.Sequential(nn.Linear(D, D), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.block(x + self.positions(torch.arange(T).unsqueeze(0)))
+        return result
+
+
+class Language(nn.Module):
+    """All that has to be watched is in the body; but with the flag positions are used outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Embedded(), nn.Linear(D, 3)
+        self.compiled: list[bool] = []
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        h = self.body(x)
+        h = h + self.body.positions(torch.arange(T).unsqueeze(0)) if again else h
+        self.compiled.append(torch.compiler.is_compiling())
+        result: Tensor = self.head(h.mean(1))
+        return result
+
+
 @torch.compile(backend="aot_eager", fullgraph=True)
 def gated(x: Tensor) -> Tensor:
     return F.gelu(x) * x.sigmoid()
@@ -145,7 +173,7 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("compiling", [whole, in_place, in_parts])
-@pytest.mark.parametrize("make", [TimeFirst, Flat, Stack, Plain, Activated])
+@pytest.mark.parametrize("make", [TimeFirst, Flat, Stack, Plain, Activated, Language])
 def test_a_model_that_is_compiled_from_the_start_trains_as_the_plain_one(
     make: Callable[[], nn.Module], compiling: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -259,3 +287,41 @@ def test_an_empty_first_batch_shows_nothing() -> None:
             optimizer.step()
     for name, chosen in optimizers[0].tuned().items():
         assert optimizers[1].tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9), name
+
+
+@pytest.mark.parametrize("flags", [(False,) * 6, (False, False, True, True, False, False)])
+def test_of_a_compiled_model_only_the_part_is_watched_that_has_to_be(flags: tuple[bool, ...]) -> None:
+    """A pass of another kind is watched as a whole, since something else may be used in it."""
+    model = Language().double()
+    other = copy.deepcopy(model)
+    optimizers = AutoSGD(model, exact=True), AutoSGD(other, exact=True)
+    ways: list[bool] = []  # whether each pass of the compiled model was compiled outside of the body
+    for run, optimizer in zip((model, whole(other)), optimizers, strict=True):
+        torch.manual_seed(0)
+        for again in flags:
+            optimizer.zero_grad()
+            run(torch.randn(5, T, D, dtype=torch.float64), again).sin().sum().backward()
+            optimizer.step()
+            ways += other.compiled[-1:]
+    for name, chosen in optimizers[0].tuned().items():
+        assert optimizers[1].tuned()[name].noise == pytest.approx(chosen.noise, rel=1e-9), name
+    seen = optimizers[1]._now.source.bare.focus
+    assert seen is not None
+    assert seen.module is other.body
+    assert ways == [False, *(not again for again in flags[1:])]
+
+
+def test_what_is_thawed_is_watched_in_the_whole_model_again() -> None:
+    model = Language().double()
+    model.head.requires_grad_(False)
+    optimizer, fast = AutoSGD(model), whole(model)
+    x = torch.randn(5, T, D, dtype=torch.float64)
+    for passes in range(5):
+        if passes == 2:
+            model.head.requires_grad_(True)
+        optimizer.zero_grad()
+        fast(x).sin().sum().backward()
+        optimizer.step()
+        focus = optimizer._now.source.bare.focus
+        assert (focus is None) == (passes == 2)
+    assert focus.trained == (True,) * 5

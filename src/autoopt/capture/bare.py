@@ -4,7 +4,8 @@ The modules that hold them, and the model itself, run under a `Watch`. Their cla
 layers are. Of a model without such parameters every kind of pass is watched once, at the outermost module that is
 called, to see whether its layers have to be (a layer that sees the same for all samples, as position embeddings do; a
 parameter that is used outside of its layer; samples that are not on the first axis). A compiled model runs what has to
-be watched between its graphs.
+be watched between its graphs: the whole model at first, then the one part of it, if there is one, in which all of that
+was seen. So the head and the loss of a language model are compiled, though its position embeddings are watched.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from autoopt.capture.generated import restore, stands_for, subclass
 from autoopt.capture.ledger import Ledger
 from autoopt.capture.rowwise import Plan
 from autoopt.capture.site import Site
-from autoopt.capture.watch import Watch, kind_of
+from autoopt.capture.watch import Watch, flags_of, kind_of
 
 WATCHED = "_autoopt_watched"
 KINDS = 1024  # of passes to remember
@@ -35,9 +36,22 @@ class Seat(NamedTuple):
     bare: "Bare"
     holds: bool  # a parameter without a rule
 
-    def watches(self) -> bool:
-        """Whether the module cannot run in a compiled graph; without such a parameter it is the model itself."""
-        return self.holds or (self.bare.everywhere and not self.bare.holding)
+    def watches(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of the module cannot be in a compiled graph."""
+        if self.holds or self.bare.holding or not self.bare.everywhere:
+            return self.holds
+        focus = self.bare.focus
+        if module is not self.bare.root:
+            return focus is not None and focus.module is module
+        return focus is None or focus.flags != flags_of(module, args, kwargs)
+
+
+class Focus(NamedTuple):
+    """The part of a model in which all is that has to be watched, as it was seen."""
+
+    module: nn.Module
+    flags: tuple[Any, ...]  # of the call of the model
+    trained: tuple[bool, ...]
 
 
 class Bare:
@@ -57,6 +71,7 @@ class Bare:
         self.names: dict[nn.Module, str] = {}  # of the watched modules
         self.holding: set[nn.Module] = set()  # those of them that hold parameters without a rule
         self.everywhere = False  # the whole model has to be watched
+        self.focus: Focus | None = None  # and of it, between compiled graphs, this part alone
         self._looked: set[Any] = set()  # kinds of passes that were watched once
         self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
@@ -106,16 +121,20 @@ class Bare:
             site.repeated = True
         return site is not None
 
-    def has_to_watch(self, module: nn.Module) -> bool:
-        """Whether the module cannot run in a compiled graph."""
-        return any(seat.bare is self and seat.watches() for seat in vars(module).get(WATCHED, ()))
+    def has_to_watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of the module cannot be in a compiled graph."""
+        seats = vars(module).get(WATCHED, ())
+        return any(seat.bare is self and seat.watches(module, args, kwargs) for seat in seats)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass of a watched module."""
         current = self.ledger.current
         if current.watch is not None:
             return forward(*args, **kwargs)
-        kind = kind_of(module, args, kwargs, self.trained())
+        trained = self.trained()
+        kind = kind_of(module, args, kwargs, trained)
+        if self.focus is not None and self.focus.trained != trained:
+            self.focus = None  # what is thawed may be used anywhere
         if kind in self._looked and not self.everywhere:
             return forward(*args, **kwargs)
         entrance: Entrance = self.ledger.current.entrance
@@ -139,7 +158,18 @@ class Bare:
             self._looked.clear()
         self._looked.add(kind)
         self.everywhere |= watch.needed or bool(watch.uses)
+        if module is self.root and self.everywhere and not self.holding:
+            self._focus(watch, flags_of(module, args, kwargs))
         return watch.close(result, whole=module is self.root)
+
+    def _focus(self, watch: Watch, flags: tuple[Any, ...]) -> None:
+        """Remember in which part all was that has to be watched. Other flags are watched in the whole model."""
+        part, known = watch.around(), self.focus
+        if known is not None and known.flags != flags:
+            return
+        self.focus = None if part is None else Focus(part, flags, watch.trained)
+        if part is not None and part not in self.names:
+            self._swap(part, next(name for name, module in self.root.named_modules() if module is part))
 
     def trained(self) -> tuple[bool, ...]:
         """Which of the parameters are not frozen."""
@@ -179,7 +209,7 @@ def _watched(plain: type[Any]) -> type[nn.Module]:
         seats: tuple[Seat, ...] = self.__dict__.get(WATCHED, ()) if observable() else ()
         inside = torch.compiler.is_compiling()
         if inside:
-            seats = tuple(seat for seat in seats if seat.watches())
+            seats = tuple([seat for seat in seats if seat.watches(self, args, kwargs)])
         bares = tuple(seat.bare for seat in seats if not seat.bare.ledger.current.resting)
         return outside(bares, self, args, kwargs) if bares and inside else run(bares, self, args, kwargs)
 

@@ -75,7 +75,7 @@ class Entrance:
         self.model, self.sites, self.current = model, sites, current
         self.agree: Callable[[bool], bool] | None = None  # whether any rank says so, where ranks must run alike
         self.under: Callable[..., Any] | None = None  # what runs the forward pass of an outermost module
-        self.watched: Callable[[nn.Module], bool] | None = None  # whether it has to run so at every pass
+        self.watched: Callable[..., bool] | None = None  # whether a call of one has to run so at every pass
         self.doors: dict[nn.Module, Door] = {}
         self.known: set[str] = set()  # paths of the layers that a probe reached
         self.samples: int | None = None  # N of the forward pass that entered last
@@ -135,9 +135,9 @@ class Entrance:
             for path in self._within(module)
         )
 
-    def sees(self, module: nn.Module, door: Door) -> bool:
+    def sees(self, door: Door, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a pass of the module has to be seen, and so cannot be in a compiled graph."""
-        needed = not door.seen or (self.watched is not None and self.watched(module))
+        needed = not door.seen or (self.watched is not None and self.watched(module, args, kwargs))
         return needed and observable() and not self.current.resting
 
     def through(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +256,7 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         doors: tuple[Door, ...] = self.__dict__.get(ENTRANCE, ())
         if torch.compiler.is_compiling():
-            if any(door.entrance.sees(self, door) for door in doors) and may_leave():
+            if any(door.entrance.sees(door, self, args, kwargs) for door in doors) and may_leave():
                 return outside(self, *args, **kwargs)
             for door in doors:
                 door.entrance.note(door, args, kwargs)  # which call is the outermost is not known there

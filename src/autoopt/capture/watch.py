@@ -59,6 +59,7 @@ class Watch(TorchFunctionMode):
         self.needed = False  # there are layers with rules that need it, too
         self.abandoned = False  # the axis is another one, and nothing depends on it
         self.events = 0  # calls with parameters outside of their layers, and layers that had to be told something
+        self._around: list[tuple[nn.Module, int]] = []  # modules in which there were some that can be watched alone
         self.layouts = Marks()  # of tensors that hold samples
         self.routes = Routes(self.layouts, self.samples)  # of rows that lie apart
         self.made = Marks()  # of tensors computed from parameters alone
@@ -242,10 +243,10 @@ class Watch(TorchFunctionMode):
         key = kind_of(module, args, kwargs, self.trained)
         tensors = list(tensors_in((*args, *kwargs.values())))
         sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
-        if self.abandoned or not sampled or self.ledger.sampler.exact or any(map(self.derived, tensors)):
+        if self.abandoned or not sampled or any(map(self.derived, tensors)):
             return run(*args, **kwargs)
         on_top = _get_current_function_mode() is self  # else a mode of the user's is, which is to see what it sees
-        if key in self.bare.quiet and on_top:
+        if key in self.bare.quiet and on_top and not self.ledger.sampler.exact:
             self.ledger.current.watch = None
             try:
                 with _pop_mode_temporarily(), compiled():
@@ -253,12 +254,26 @@ class Watch(TorchFunctionMode):
             finally:
                 self.ledger.current.watch = self
             return self._note(result, sampled)
-        before = self.events
+        before, plain = self.events, self._begins_anew(tensors)
         result = run(*args, **kwargs)
-        quiet = self.events == before and torch.is_grad_enabled() and not self.bare.holds(module)
-        if quiet and all(self.layouts.get(tensor) == 0 for tensor in tensors_in((result,))):
+        if not torch.is_grad_enabled() or any(self.layouts.get(tensor) != 0 for tensor in tensors_in((result,))):
+            return result
+        if self.events > before:
+            self._around += [(module, self.events - before)] if plain else []
+        elif not (self.bare.holds(module) or self.ledger.sampler.exact):
             self.bare.quiet.add(key)
         return result
+
+    def _begins_anew(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a Watch that begins with these would take them for what they are."""
+        rows = [tensor.dim() > 0 and self.samples in tensor.shape[:2] for tensor in tensors]
+        known = all(self.layout(tensor) == (0 if has else None) for tensor, has in zip(tensors, rows, strict=True))
+        first = next((has for tensor, has in zip(tensors, rows, strict=True) if tensor.dim() > 0), False)
+        return known and first and self.axis == 0
+
+    def around(self) -> nn.Module | None:
+        """The innermost module, called once, in which all was that has to be watched; None: that is the whole model."""
+        return next((module for module, events in self._around if events == self.events), None)
 
     def _note(self, result: Any, sampled: list[tuple[Tensor, int]]) -> Any:
         """A result, of whose tensors it is noted where the samples went."""
@@ -489,8 +504,13 @@ def kind_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: tuple[bool, ...]
 ) -> tuple[Any, ...]:
     """What tells calls of a module apart that may use parameters in other ways: modes, flags, what is frozen."""
-    given = tuple(x if x is None or isinstance(x, bool | str) else type(x) for x in (*args, *kwargs.values()))
-    return module, module.training, *kwargs, given, trained
+    return module, trained, *flags_of(module, args, kwargs)
+
+
+def flags_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The modes and flags of a call. In a compiled pass they are looked at while it is traced, which they guard."""
+    given = tuple([x if x is None or isinstance(x, bool | str) else type(x) for x in (*args, *kwargs.values())])
+    return module.training, *kwargs, given
 
 
 def _chosen(name: str, tensor: Tensor, args: tuple[Any, ...]) -> bool:
