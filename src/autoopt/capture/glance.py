@@ -74,8 +74,11 @@ class Glance:
             look(roles, dy, kept, early=False)
 
     def _look_at_some(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
-        """Set them apart from the others, which are freed as the pass goes on."""
+        """Have a kernel do so at once, or set them apart from the others, which are freed as the pass goes on."""
         rows, site = self.some.rows, self.site
+        names = {role: site.names[role] for role in roles}
+        if site.ledger.look_alone(self.operation, names, (dy, *kept), self.some):
+            return
         parts = self.operation.select(kept, rows) if "weight" in roles else ()
         seen: list[Tensor] = []
         for whole, part in zip((dy, *kept), (dy[rows], *parts), strict=False):
@@ -84,7 +87,6 @@ class Glance:
             elif early:
                 site.ledger.aside.hold(part)
             seen.append(part)
-        names = {role: site.names[role] for role in roles}
         site.ledger.look(Look(self.operation, names, seen[0], tuple(seen[1:])), self.some, early=early)
 
     def _gradient(self, role: str, dy: Tensor, kept: tuple[Tensor, ...]) -> Tensor:

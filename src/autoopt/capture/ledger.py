@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from autoopt.capture import sharded
+from autoopt.capture.alone import Alone
 from autoopt.capture.aside import Aside
 from autoopt.capture.audit import Audit, Besides
 from autoopt.capture.current import Pass, executes
 from autoopt.capture.sampled import Few, Look, Sampler, Some, squared
-from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
+from autoopt.moments import Contributions, Operation, Product, chunk, joined, precision, wide
 
 
 class Ledger:
@@ -42,7 +43,7 @@ class Ledger:
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
-        self._few = Few(total)
+        self._few, self._one = Few(total), Alone(total)
         current.cleared = lambda: all(map(self.fresh, self.parameters))
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
@@ -92,6 +93,10 @@ class Ledger:
         self._alone(name, graph)
         self._rows = samples
 
+    def look_alone(self, operation: Operation, names: dict[str, str], tensors: Sequence[Tensor], some: Some) -> bool:
+        """Enter a layer by one sample, which a kernel looks at, if one can."""
+        return self._one.add(operation, names, tensors, some, [self.parameters[name] for name in names.values()])
+
     def look(self, look: Look, some: Some, *, early: bool) -> None:
         """Enter a layer of which `some` samples are looked at; `early`: what can be done before the pass ends is."""
         self._few.add(look, some, [self.parameters[name] for name in look.names.values()], early)
@@ -136,7 +141,7 @@ class Ledger:
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
                 self.book(name, self._rows, self.second_moment(entered, self._rows, self.parameters[name]))
-            for name, square in self._few.squares().items():
+            for name, square in (self._few.squares() | self._one.squares()).items():
                 self.book(name, self._rows, square)
 
     def second_moment(self, uses: Sequence[Contributions], samples: int, parameter: Tensor) -> Tensor:
@@ -157,6 +162,7 @@ class Ledger:
         self._uses = {}
         self.aside.drop()
         self._few.clear()
+        self._one.clear()
         self.audit.drop()
 
     def adds_to(self, name: str) -> bool:

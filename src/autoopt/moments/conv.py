@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, Operation
+from autoopt.moments.operation import Moments, Operation, Products
 from autoopt.moments.product import added, chunk, gram, gram_pays, gram_total, in_parts, in_tiles, of_each, product
 
 WIDE = 16  # rows of a matrix that are enough for a fast product
@@ -63,6 +63,14 @@ class Conv(Operation):
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return dy.flatten(2).sum(2)
+
+    def of_one(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Products | None:
+        if self.groups > 1 or len(self.kernel) > 2:
+            return None
+        if len(self.kernel) == 2:
+            return Products(dy, kept[0], self.kernel, self.stride, self.padding, self.dilation)
+        sizes = (1, *self.kernel), (1, *self.stride), (0, *self.padding), (1, *self.dilation)
+        return Products(dy.unsqueeze(2), kept[0].unsqueeze(2), *sizes)
 
     def columns(self, x: Tensor, first: int = 0) -> Tensor:
         """The window that each position saw: (samples, groups, in/groups · kernel, positions).

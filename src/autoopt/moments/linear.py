@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Moments, Operation, owned, precision, wide
+from autoopt.moments.operation import Moments, Operation, Products, by_feature, owned, precision, wide
 from autoopt.moments.product import LONG, Product, in_tiles, product, product_moments
 
 
@@ -50,6 +50,10 @@ class Linear(Operation):
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return dy if dy.dim() == 2 else _positions(dy).sum(1)
 
+    def of_one(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Products | None:
+        left, right = (by_feature(part, 1) for part in (dy, kept[0]))
+        return None if left is None or right is None else Products(left.unsqueeze(2), right.unsqueeze(2))
+
 
 @dataclass(frozen=True)
 class Transposed(Operation):
@@ -85,6 +89,10 @@ class Transposed(Operation):
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return Linear().bias_contributions(dy)
+
+    def of_one(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Products | None:
+        form = Linear().of_one(kept[0], (dy,))
+        return None if form is None else form._replace(bias=2)
 
 
 def _positions(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.moments.operation import Operation, fused, wide
+from autoopt.moments.operation import Operation, Positions, by_feature, fused, viewed, wide
 
 ONLY_INPUT = (True, False, False)
 
@@ -39,6 +39,10 @@ class LayerNorm(Operation):
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return over_positions(dy, len(self.shape))
 
+    def of_one(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Positions | None:
+        x, mean, rstd = kept
+        return of_each_position(dy, x, mean, rstd, len(self.shape))
+
 
 @dataclass(frozen=True)
 class RMSNorm(Operation):
@@ -68,6 +72,10 @@ class RMSNorm(Operation):
         if fused(x):
             return fused_over_positions(dy, x, None, rstd, len(self.shape))
         return over_positions(dy * (x * rstd), len(self.shape))
+
+    def of_one(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Positions | None:
+        x, rstd = kept
+        return of_each_position(dy, x, None, rstd, len(self.shape))
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -103,6 +111,10 @@ class GroupNorm(Operation):
 
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return by_channel(dy)
+
+    def of_one(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Positions | None:
+        x, mean, rstd = kept
+        return of_each_channel(dy, x, mean, rstd, x.shape[1] // self.groups, (self.groups, 0, 1))
 
     @staticmethod
     def sizes(x: Tensor) -> tuple[int, int, int]:
@@ -159,6 +171,10 @@ class BatchNorm(Operation):
     def bias_contributions(self, dy: Tensor) -> Tensor:
         return by_channel(dy)
 
+    def of_one(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Positions | None:
+        x, mean, rstd = kept
+        return of_each_channel(dy, x, mean, rstd, 1, (0, 0, 1))
+
 
 @dataclass(frozen=True)
 class InstanceNorm(GroupNorm):
@@ -210,6 +226,22 @@ def fused_by_channel(
 
     dy, x = (t.reshape(*t.shape[:2], -1) for t in (dy, x))
     return triton.position_sums(dy, x, mean, rstd, per_group, strides)
+
+
+def of_each_position(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, normalized: int) -> Positions | None:
+    """For a kernel, where mean and rstd are those of (sample, position)."""
+    left, right = (by_feature(part, normalized) for part in (dy, x))
+    if left is None or right is None:
+        return None
+    return Positions(left, right, mean, rstd, right.shape[1], (right.shape[2], 1, 0))
+
+
+def of_each_channel(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, per_group: int, strides: tuple[int, int, int]
+) -> Positions | None:
+    """For a kernel, where they are those of groups of channels."""
+    left, right = (viewed(part, (*part.shape[:2], part.shape[2:].numel())) for part in (dy, x))
+    return None if left is None or right is None else Positions(left, right, mean, rstd, per_group, strides)
 
 
 def per_channel(values: Tensor, x: Tensor) -> Tensor:

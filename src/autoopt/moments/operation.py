@@ -30,6 +30,29 @@ class Moments(NamedTuple):
     square: Tensor  # Σ_i c_i² elementwise, or its total as a 0-dim tensor
 
 
+class Products(NamedTuple):
+    """c[o, i, tap] = Σ_t δ[o, t] a[i, t at the tap] of a convolution (or of an image of one row), for a kernel."""
+
+    left: Tensor  # δ, (samples, outputs, rows, columns)
+    right: Tensor  # a, (samples, inputs, rows, columns)
+    kernel: tuple[int, ...] = (1, 1)
+    stride: tuple[int, ...] = (1, 1)
+    padding: tuple[int, ...] = (0, 0)
+    dilation: tuple[int, ...] = (1, 1)
+    bias: int = 1  # 1: it is what is summed on the left, 2: on the right
+
+
+class Positions(NamedTuple):
+    """c[k] = Σ_t δ[k, t] x̂[k, t] with x̂ = (x - mean) rstd, for a kernel; that of the bias is Σ_t δ[k, t]."""
+
+    dy: Tensor  # (samples, channels, positions)
+    x: Tensor
+    mean: Tensor | None  # None: x̂ = x rstd
+    rstd: Tensor
+    per_group: int  # channels that share them
+    strides: tuple[int, int, int]  # of both, of (sample, position, group)
+
+
 class Operation(ABC):
     """A layer with its constants bound: forward, and from the gradient of its output all that backward needs.
 
@@ -65,6 +88,10 @@ class Operation(ABC):
     def select(self, kept: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
         """What was kept of some samples."""
         return tuple(tensor[rows] for tensor in kept)
+
+    def of_one(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Products | Positions | None:
+        """How a kernel finds the contributions of one sample, in `dy` and `kept` as they lie; None: none does."""
+        return None
 
     def weight_use(self, dy: Tensor, kept: tuple[Tensor, ...]) -> Contributions:
         """`weight_contributions`, to be asked for a few samples at a time."""
@@ -106,6 +133,21 @@ def owned(output: Tensor) -> Tensor:
     """An output that autograd takes for no view, where nobody else holds its base: it may be changed in place."""
     fresh: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
     return fresh
+
+
+def by_feature(x: Tensor, features: int) -> Tensor | None:
+    """(samples, *positions, *features) -> (samples, features, positions), if that takes no copy."""
+    each = x.shape[x.dim() - features :].numel()
+    seen = viewed(x, (x.shape[0], x.shape[:-features].numel() // max(1, x.shape[0]), each))
+    return None if seen is None else seen.mT
+
+
+def viewed(x: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """The same elements in another shape; None: that takes a copy."""
+    try:
+        return x.view(shape)
+    except RuntimeError:
+        return None
 
 
 def precision(x: Tensor) -> torch.dtype:

@@ -207,7 +207,7 @@ def position_sums(
     samples, channels, positions = dy.shape
     block_t, block_c = block or ((16, 64) if dy.stride(1) == 1 else (128, 8))
     shares = samples * triton.cdiv(channels, block_c)
-    splits = min(triton.cdiv(positions, block_t), max(1, 4 * _processors(dy.device) // shares))
+    splits = min(triton.cdiv(positions, block_t), max(1, 4 * processors(dy.device) // shares))
     per_split = triton.cdiv(triton.cdiv(positions, splits), block_t) * block_t
     splits = triton.cdiv(positions, per_split)
     out = dy.new_empty(splits, samples, channels, dtype=torch.float32)
@@ -246,7 +246,7 @@ def _splits(samples: int, positions: int, size: int, tiles: int, block: Sizes, d
     """How many shares the samples go into, and how many are in each: work for all processors, few partial sums."""
 
     def seconds(shares: int) -> float:
-        waves = triton.cdiv(tiles * shares, _processors(device) * (8 // block[3]))
+        waves = triton.cdiv(tiles * shares, processors(device) * (8 // block[3]))
         work = triton.cdiv(samples, shares) * (triton.cdiv(positions, block[2]) * block[2] + BETWEEN)
         partial = 16 * size * shares if shares > 1 else 0  # both sums, written and read
         return waves * (8 // block[3]) * work * block[0] * block[1] / MULTIPLY + partial / MEMORY
@@ -256,5 +256,6 @@ def _splits(samples: int, positions: int, size: int, tiles: int, block: Sizes, d
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """How many programs of some size the device runs at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -18,6 +18,7 @@ from autoopt.moments.conv import Conv
 from autoopt.moments.linear import sequence_moments
 from autoopt.moments.operation import Moments, moments
 from equivalence.cases import BATCH_NORM, CONV, LINEAR, NORM, Case, assert_close, network
+from interpreter import interpreted
 from reference import contributions
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -28,8 +29,9 @@ from autoopt.moments import triton
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # the interpreter
+    pytest.mark.usefixtures("interpreted"),
 ]
+__all__ = ["interpreted"]  # a fixture
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAST = torch.channels_last
 
