@@ -1,22 +1,32 @@
 """One sample of a layer on a GPU, in one kernel: what `sampled.Few` does in a dozen operations.
 
-Where the host is what a step waits for, to start a kernel is what costs. So here nothing is copied or kept for later.
+Where the host is what a step waits for, to start a kernel is what costs. So here nothing is copied or kept for later,
+and how to start it is decided once, as long as the layer is used in the same way.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autoopt.capture.sampled import Some
 from autoopt.moments import Operation
-from autoopt.moments.building import available, built
+from autoopt.moments.building import available
 
-if TYPE_CHECKING:  # which imports Triton
+if TYPE_CHECKING:  # it imports Triton
     from autoopt.moments.one import Plan
 
-ROWS = 64  # of a table of sums: parameters
+ROWS = 64  # of a table of sums: one for each parameter
+
+
+class Way(NamedTuple):
+    """How a layer's parameters are served, and for which use of the layer."""
+
+    given: Any  # all that it goes by
+    plan: "Plan | None"  # None: by no kernel
+    table: tuple[torch.device, int]  # that the sums go to: where, and the how-manieth
+    rows: dict[str, int]  # of it, those of the parameters
 
 
 class Alone:
@@ -28,15 +38,17 @@ class Alone:
 
     def __init__(self, total: bool) -> None:
         self.total = total
-        self._plans: dict[str, tuple[Any, Plan | None]] = {}  # of the layer with the parameter: for what, how
-        self._tables: list[tuple[list[str], Tensor]] = []  # parts of totals, a row for each of the parameters
+        self._ways: dict[tuple[str, ...], Way] = {}  # by the names of the parameters
+        self._rows: dict[torch.device, int] = {}  # of all tables that are taken
+        self._tables: dict[tuple[torch.device, int], Tensor] = {}  # parts of totals; those of a pass
+        self._entered: list[Way] = []
         self._found: dict[str, Tensor] = {}
 
     def add(
         self,
         operation: Operation,
         names: dict[str, str],
-        tensors: Sequence[Tensor],
+        tensors: tuple[Tensor, ...],
         some: Some,
         parameters: Sequence[Tensor],
     ) -> bool:
@@ -44,65 +56,73 @@ class Alone:
 
         `tensors`: the gradient of the layer's output and what was kept of its input, of all samples.
         """
-        if some.number > 1 or not available(tensors[0].device):
+        if len(tensors) == 1:  # the weight is frozen, and nothing was kept
             return False
-        plan = self._plan(operation, names, tensors, some, parameters)
-        if plan is None:
+        dy, x = tensors[:2]
+        formats = () if self.total else tuple(parameter.stride() for parameter in parameters)
+        given = operation.kind, some, dy.dtype, dy.shape, dy.stride(), x.dtype, x.shape, x.stride(), dy.device, formats
+        key = *names, *names.values()
+        way = self._ways.get(key)
+        if way is None or way.given != given:
+            way = self._ways[key] = self._way(given, operation, names, tensors, some, parameters)
+        plan = way.plan
+        if plan is None or (dy.data_ptr() | x.data_ptr()) % 16:  # as Triton takes what torch allocates to lie
             return False
-        places = [self._place(name, parameter) for name, parameter in zip(names.values(), parameters, strict=True)]
-        (weight, weight_at), (bias, bias_at) = places[0], places[-1]
-        if built(lambda: plan(tensors, weight, bias, weight_at, bias_at)) is None:
-            self.clear()  # nothing else is there, as no kernel was ever built
-            return False
-        return True
+        if self.total:
+            table = self._tables.get(way.table)
+            if table is None:
+                table = self._tables[way.table] = torch.zeros(ROWS, plan.width, device=dy.device)
+            started = plan.start(tensors, table, table)
+            self._entered.append(way)
+        else:
+            made = [torch.empty_like(parameter, dtype=torch.float32) for parameter in parameters]
+            started = plan.start(tensors, made[0], made[-1])
+            self._found.update(zip(names.values(), made, strict=True))
+        if not started:  # nor was any before, so that there is nothing else to be lost
+            self._ways[key] = way._replace(plan=None)
+            self.clear()
+        return started
 
     def squares(self) -> dict[str, Tensor]:
         """The estimate of Σ c² over all samples, for each of the parameters; these are forgotten."""
+        sums = {which: table.sum(1).unbind() for which, table in self._tables.items()}
         found = self._found
-        for names, table in self._tables:
-            found |= zip(names, table.sum(1).unbind(), strict=False)
+        for way in self._entered:
+            for name, row in way.rows.items():
+                found[name] = sums[way.table][row]
         self.clear()
         return found
 
     def clear(self) -> None:
-        self._tables, self._found = [], {}
+        self._tables, self._entered, self._found = {}, [], {}
 
-    def _plan(
+    def _way(
         self,
+        given: Any,
         operation: Operation,
         names: dict[str, str],
-        tensors: Sequence[Tensor],
+        tensors: tuple[Tensor, ...],
         some: Some,
         parameters: Sequence[Tensor],
-    ) -> "Plan | None":
-        """How to do it: as the last time, if all that a plan goes by is the same."""
-        dy, x = tensors[:2]
-        aligned = not (dy.data_ptr() | x.data_ptr()) % 16
-        seen = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
-        formats = [] if self.total else [parameter.stride() for parameter in parameters]
-        given = operation.kind, *names, dy.device, some.rows.start, some.share, aligned, seen, formats
-        name = next(iter(names.values()))
-        known = self._plans.get(name)
-        if known is None or known[0] != given:
-            from autoopt.moments import one
+    ) -> Way:
+        known, device = self._ways.get((*names, *names.values())), tensors[0].device
+        table, rows = (known.table, known.rows) if known and known.table[0] == device else self._take(device, names)
+        if some.number > 1 or not available(device):
+            return Way(given, None, table, rows)
+        from autoopt.moments import one
 
-            strides = {role: _strides(parameter) for role, parameter in zip(names, parameters, strict=True)}
-            how = one.plan(operation, tensors, some.rows.start, some.share, strides, self.total) if aligned else None
-            known = self._plans[name] = given, how
-        return known[1]
+        strides = {role: _strides(parameter) for role, parameter in zip(names, parameters, strict=True)}
+        rows_of_totals = list(rows.values()) if self.total else None
+        plan = one.plan(operation, tensors, some.rows.start, some.share, strides, rows_of_totals)
+        return Way(given, plan, table, rows)
 
-    def _place(self, name: str, parameter: Tensor) -> tuple[Tensor, int]:
-        """Where the kernel is to write what it finds of a parameter: a tensor, and from which element of it on."""
-        if not self.total:
-            self._found[name] = torch.empty_like(parameter, dtype=torch.float32)
-            return self._found[name], 0
-        from autoopt.moments.one import WIDTH
-
-        if not self._tables or len(self._tables[-1][0]) == ROWS or self._tables[-1][1].device != parameter.device:
-            self._tables.append(([], torch.zeros(ROWS, WIDTH, device=parameter.device)))
-        names, table = self._tables[-1]
-        names.append(name)
-        return table, (len(names) - 1) * WIDTH
+    def _take(self, device: torch.device, names: dict[str, str]) -> tuple[tuple[torch.device, int], dict[str, int]]:
+        """Rows of a table that no other layer has."""
+        first = self._rows.get(device, 0)
+        if first % ROWS + len(names) > ROWS:
+            first += -first % ROWS
+        self._rows[device] = first + len(names)
+        return (device, first // ROWS), {name: first % ROWS + i for i, name in enumerate(names.values())}
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

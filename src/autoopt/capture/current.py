@@ -62,6 +62,7 @@ class Pass:
     unfinished: bool = False  # it began and has not ended: an error on the way
     failed: bool = False  # one before it did not end, and its gradients were not cleared
     cleared: Callable[[], bool] = lambda: False  # whether no parameter has a gradient
+    anew: bool = False  # none had when the pass began, and the one before it ended
     resting: bool = False  # nothing is observed until the next step, which does without
     blank: bool = False  # an empty batch passed, whose gradients of zero come without statistics
     samples: int = 0
@@ -108,7 +109,10 @@ class Pass:
 
         A forward pass that ran inside a backward pass, in a reentrant checkpoint, belongs to that one: `outer`.
         """
-        graph = outer if outer != -1 else torch._C._current_graph_task_id()
+        running = torch._C._current_graph_task_id()
+        if running != self.queued:
+            self.due()
+        graph = outer if outer != -1 else running
         if graph != self.graph:
             self._begin(graph, name, samples)
         if samples != self.samples:
@@ -147,7 +151,9 @@ class Pass:
         self.clears = True
 
     def _begin(self, graph: int, name: str, samples: int) -> None:
-        self.failed = (self.failed or self.unfinished) and not self.cleared()
+        cleared = self.cleared()
+        self.failed = (self.failed or self.unfinished) and not cleared
+        self.anew = cleared and not self.unfinished
         self.unfinished = True
         self._refuse_nested(graph)
         self.graph, self.samples, self.first = graph, samples, name

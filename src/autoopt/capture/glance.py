@@ -54,32 +54,33 @@ class Glance:
                 "differentiated twice has no statistics. Leave its parameters to another optimizer through "
                 "param_groups, or freeze them for that pass."
             )
-        roles = [role for role in site.shadows if site.adds_to(role)]
-        if not roles:
+        names = {role: site.names[role] for role in site.shadows if site.adds_to(role)}
+        if not names:
             site.closed(self)
             return
         graph = site.check(self.samples, self)
         kept, self.kept = self.kept, ()
         if site.repeated:
-            self._book(roles, dy, kept)
+            self._book(names, dy, kept)
             return
-        for role in roles:
-            site.ledger.open(site.names[role], self.samples, graph)
-            if site.compares(role):
-                site.note(role, self._gradient(role, dy, kept))
+        ledger = site.ledger
+        ledger.open(names.values(), self.samples, graph)
+        if not ledger.besides.done.issuperset(names.values()):
+            for role in names:
+                if site.compares(role):
+                    site.note(role, self._gradient(role, dy, kept))
         look = self._look_at_all if self.some is ALL else self._look_at_some
         if recording(dy.device):
-            site.ledger.aside.do(lambda: look(roles, dy, kept, early=True), dy, *kept)
+            ledger.aside.do(lambda: look(names, dy, kept, early=True), dy, *kept)
         else:
-            look(roles, dy, kept, early=False)
+            look(names, dy, kept, early=False)
 
-    def _look_at_some(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
+    def _look_at_some(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
         """Have a kernel do so at once, or set them apart from the others, which are freed as the pass goes on."""
         rows, site = self.some.rows, self.site
-        names = {role: site.names[role] for role in roles}
         if site.ledger.look_alone(self.operation, names, (dy, *kept), self.some):
             return
-        parts = self.operation.select(kept, rows) if "weight" in roles else ()
+        parts = self.operation.select(kept, rows) if "weight" in names else ()
         seen: list[Tensor] = []
         for whole, part in zip((dy, *kept), (dy[rows], *parts), strict=False):
             if whole.numel() > SMALL:
@@ -93,20 +94,20 @@ class Glance:
         operation = self.operation
         return operation.weight_gradient(dy, kept) if role == "weight" else operation.bias_contributions(dy).sum(0)
 
-    def _look_at_all(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
+    def _look_at_all(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
         site, operation, total = self.site, self.operation, self.site.ledger.total
-        for role in roles:
+        for role, name in names.items():
             weight = role == "weight"
             square = (
                 operation.weight_square(dy, kept, total) if weight else squared(operation.bias_contributions(dy), total)
             )
-            site.ledger.book(site.names[role], self.samples, square)
+            site.ledger.book(name, self.samples, square)
 
-    def _book(self, roles: list[str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
+    def _book(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
         """As `Observe` does where the layer has other uses."""
-        if "weight" in roles:
+        if "weight" in names:
             self.site.book("weight", self.operation.weight_use(dy, kept), self.samples, self)
-        if "bias" in roles:
+        if "bias" in names:
             self.site.book("bias", self.operation.bias_contributions(dy).__getitem__, self.samples, self)
 
 

@@ -44,7 +44,8 @@ class Ledger:
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
         self._few, self._one = Few(total), Alone(total)
-        current.cleared = lambda: all(map(self.fresh, self.parameters))
+        current.cleared = self._cleared
+        self._begun: tuple[int, bool] = (-1, False)  # for the pass of that number, what `begins` found
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
@@ -66,6 +67,16 @@ class Ledger:
         """Whether nothing was added to the gradient of a parameter since it was cleared."""
         return self.parameters[name].grad is None and name not in self.current.withheld
 
+    def _cleared(self) -> bool:
+        """The same of all of them."""
+        return not self.current.withheld and all(p.grad is None for p in self.parameters.values())
+
+    def begins(self, graph: int) -> bool:
+        """Whether all that is known comes from the pass of that number, and so does all that is in the gradients."""
+        if self._begun[0] != graph:
+            self._begun = graph, self.current.anew and not self.squares
+        return self._begun[1]
+
     def add(self, name: str, samples: int, contributions: Contributions, outer: int = -1) -> None:
         """Enter one use of a parameter, during a backward pass. `outer`: see `Pass.enter`."""
         if not self.adds_to(name):
@@ -82,18 +93,19 @@ class Ledger:
             self._alone(name, self._open(name, samples, outer))
             self.book(name, samples, square)
 
-    def open(self, name: str, samples: int, graph: int) -> None:
-        """Say that `look` or `book` will follow for such a parameter, before the pass that adds to it has done so.
+    def open(self, names: Iterable[str], samples: int, graph: int) -> None:
+        """Say that `look` or `book` will follow for these parameters, before the pass that adds to them has done so.
 
         The number of the pass is `graph`.
         """
         if graph != self._graph:
             self._graph = graph
             self._drop()
-        self._alone(name, graph)
+        for name in names:
+            self._alone(name, graph)
         self._rows = samples
 
-    def look_alone(self, operation: Operation, names: dict[str, str], tensors: Sequence[Tensor], some: Some) -> bool:
+    def look_alone(self, operation: Operation, names: dict[str, str], tensors: tuple[Tensor, ...], some: Some) -> bool:
         """Enter a layer by one sample, which a kernel looks at, if one can."""
         return self._one.add(operation, names, tensors, some, [self.parameters[name] for name in names.values()])
 
@@ -183,7 +195,6 @@ class Ledger:
 
     def _open(self, name: str, samples: int, outer: int) -> int:
         graph = self.current.enter(name, samples, outer)
-        self.current.due()
         if graph != self._graph:
             self._graph = graph
             self._drop()

@@ -250,7 +250,6 @@ class Site:
             )
         ctx.spent = True
         graph = self.current.enter(self.name, rows // ctx.fold, ctx.outer)
-        self.current.due()
         if graph == self._entered and not self.repeated:
             self.repeated = True
             raise RuntimeError(
@@ -258,6 +257,8 @@ class Site:
                 "runs in checkpoints with use_reentrant=True: use use_reentrant=False."
             )
         self._entered = graph
+        if self.ledger.begins(graph):
+            return graph
         if all(self.ledger.fresh(self.names[role]) for role in self.shadows):
             self.clear()  # left over from a backward pass that no step followed
             for role in self.shadows:

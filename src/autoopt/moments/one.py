@@ -7,6 +7,7 @@ the host that starts them much. Tensors are read where they lie, whole batches, 
 Every number is summed in one fixed order. Imported only where Triton is.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoopt.moments.building import built
 from autoopt.moments.operation import HALF, Operation, Products
 from autoopt.moments.triton import processors
 
@@ -150,19 +152,23 @@ class Plan:
     fraction of that time.
     """
 
-    def __init__(
-        self, kernel: Any, programs: int, order: Sequence[int], numbers: Sequence[Any], **options: int
-    ) -> None:
-        self.kernel, self.grid, self.order, self.numbers = kernel, (programs, 1, 1), order, numbers
-        self.options, self.chosen = options, None
+    width = WIDTH
 
-    def __call__(self, tensors: Sequence[Tensor], weight: Tensor, bias: Tensor, weight_at: int, bias_at: int) -> None:
-        """Have the kernel write from `weight_at` and `bias_at` on."""
-        arguments = *(tensors[place] for place in self.order), weight, bias, weight_at, bias_at, *self.numbers
-        if self.chosen is None:
-            self.chosen = self.kernel[self.grid](*arguments, **self.options)
-        else:
+    def __init__(self, kernel: Any, programs: int, order: Sequence[int], numbers: Sequence[Any], warps: int) -> None:
+        self.kernel, self.grid, self.numbers, self.warps = kernel, (programs, 1, 1), numbers, warps
+        self.pick = operator.itemgetter(*order)  # what the kernel takes, of the tensors of a use
+        self.chosen = None
+
+    def start(self, tensors: Sequence[Tensor], weight: Tensor, bias: Tensor) -> bool:
+        """Have the kernel write to these; False: no kernel can be built here."""
+        arguments = *self.pick(tensors), weight, bias, *self.numbers
+        if self.chosen is not None:
             self.chosen[self.grid](*arguments)
+            return True
+        started = built(lambda: [self.kernel[self.grid](*arguments, num_warps=self.warps)])
+        if started is None:
+            return False
+        (self.chosen,) = started  # None: an interpreter runs it
         return True
 
 
@@ -172,9 +178,9 @@ def plan(
     row: int,
     share: float,
     strides: dict[str, tuple[int, ...]],
-    total: bool,
+    rows: Sequence[int] | None,
 ) -> Plan | None:
-    """How to have share · c² of one row, where a kernel knows the operation and it is a small matter.
+    """How to have share · c² of one sample, where a kernel knows the operation and it is a small matter.
 
     Args:
         operation: that of the layer.
@@ -182,7 +188,7 @@ def plan(
         row: the sample's.
         share: what to multiply by.
         strides: role -> those of the parameter, by which c² is to lie in memory.
-        total: only Σ c² is asked for, in WIDTH parts.
+        rows: of each parameter, that of a table of WIDTH columns which sum up to Σ c²; None: c² is asked for.
     """
     if any(tensor.dtype == torch.float64 or tensor.data_ptr() % 16 for tensor in tensors):
         return None
@@ -194,10 +200,17 @@ def plan(
     if None in order:  # a copy, which will be somewhere else the next time
         return None
     make = _products if isinstance(form, Products) else _positions
-    return make(form, order, row, share, strides, total)
+    made = make(form, row, strides, rows is not None)
+    if made is None:
+        return None
+    kernel, tiles, numbers, warps = made
+    if len(order) == 3:  # no mean
+        order.append(order[2])
+    at = [0] * len(strides) if rows is None else [each * WIDTH for each in rows]
+    return Plan(kernel, tiles if rows is None else min(tiles, WIDTH), order, (at[0], at[-1], share, *numbers), warps)
 
 
-def _products(form, order, row, share, strides, total):
+def _products(form, row, strides, total):
     left, right, kernel, stride, padding, dilation, bias = form
     outputs, rows, columns = left.shape[1:]
     inputs, height, width = right.shape[1:]
@@ -214,20 +227,19 @@ def _products(form, order, row, share, strides, total):
     block_o, block_i = (min(64, max(16, triton.next_power_of_2(size))) for size in (outputs, inputs))
     if half and taps * (outputs // 128) * (inputs // 128) >= processors(left.device):
         block_o = block_i = 128
-    tiles = taps * triton.cdiv(outputs, block_o) * triton.cdiv(inputs, block_i)
     sequence = taps == 1 and rows == height == 1 and stride == (1, 1) and padding == (0, 0)
     numbers = (
-        share, row, outputs, inputs, height, width, columns, positions,
+        row, outputs, inputs, height, width, columns, positions,
         left.stride(0), left.stride(2), left.stride(3), left.stride(1),
         right.stride(0), right.stride(2), right.stride(3), right.stride(1), *at,
         kernel[1], taps, *stride, *padding, *dilation, sequence, "weight" in strides,
         bias if "bias" in strides else 0, total, block_o, block_i, min(64, max(16, triton.next_power_of_2(positions))),
     )  # fmt: skip
-    programs = min(tiles, WIDTH) if total else tiles
-    return Plan(product_of_one, programs, order, numbers, num_warps=8 if block_o * block_i > 64 * 64 else 4)
+    tiles = taps * triton.cdiv(outputs, block_o) * triton.cdiv(inputs, block_i)
+    return product_of_one, tiles, numbers, 8 if block_o * block_i > 64 * 64 else 4
 
 
-def _positions(form, order, row, share, strides, total):
+def _positions(form, row, strides, total):
     dy, x, mean, _, per_group, at = form
     channels, positions = dy.shape[1:]
     weight = strides.get("weight", ())
@@ -236,10 +248,7 @@ def _positions(form, order, row, share, strides, total):
     block_c = 16 if positions > 1 else 64
     block_t = min(128, triton.next_power_of_2(positions))
     numbers = (
-        share, row, channels, positions, dy.stride(0), dy.stride(2), dy.stride(1), x.stride(0), x.stride(2),
-        x.stride(1), *at, per_group, mean is not None, "weight" in strides, "bias" in strides, total, block_t, block_c,
+        row, channels, positions, dy.stride(0), dy.stride(2), dy.stride(1), x.stride(0), x.stride(2), x.stride(1),
+        *at, per_group, mean is not None, "weight" in strides, "bias" in strides, total, block_t, block_c,
     )  # fmt: skip
-    tiles = triton.cdiv(channels, block_c)
-    if mean is None:
-        order = [*order[:2], order[2], order[2]]
-    return Plan(positions_of_one, min(tiles, WIDTH) if total else tiles, order, numbers, num_warps=4)
+    return positions_of_one, triton.cdiv(channels, block_c), numbers, 4
