@@ -1,15 +1,10 @@
 """The kernels for one sample compute what its contribution, formed in float64, says.
 
 They need Triton, and a GPU or its interpreter: where there is no GPU, the tests below run once more in a process of
-their own, under TRITON_INTERPRET=1, which must be set before Triton is imported.
+their own.
 """
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,26 +14,20 @@ from autoopt.moments import Operation
 from autoopt.moments.conv import Conv
 from autoopt.moments.linear import Linear, Transposed
 from autoopt.moments.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from interpreter import interpreted
+from interpreter import DEVICE, elsewhere, here, interpreted, run_interpreted
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+from autoopt.moments import one
 
 __all__ = ["interpreted"]  # a fixture
 
-GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if GPU else "cpu"
-TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed, and the kernels are written in it")
 LAST = torch.channels_last
 ROW, SHARE = 2, 5.0
 
 
-@needs_triton
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the tests run here")
+@elsewhere
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_interpreted(__file__)
 
 
 def conv(kernel: tuple[int, ...], stride: int = 1, padding: int = 0, dilation: int = 1) -> Conv:
@@ -108,16 +97,13 @@ def squares(operation: Operation, tensors: tuple[Tensor, ...], roles: list[str])
     return [SHARE * made[role]()[0].square() for role in roles]
 
 
-@needs_triton
-@pytest.mark.skipif(not (GPU or INTERPRETED), reason="runs in a process of its own, see test_in_the_interpreter")
+@here
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("total", [False, True], ids=["elementwise", "total"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_one_sample(name: str, layout: str, dtype: torch.dtype, total: bool) -> None:
-    from autoopt.moments import one
-
     if layout == "channels-last" and len(CASES[name][1]) != 4:
         pytest.skip("has no channels to be last")
     operation, tensors, parameters = use(name, dtype, layout)
