@@ -53,7 +53,7 @@ class Decision(NamedTuple):
     moves: Tensor  # which tensors
     scale: Tensor  # what to multiply the direction by, for each unit, besides `lr`
     shrink: Tensor  # which share of `weight_decay`, besides `lr`, shrinks the weights, if it is decoupled
-    newest: Tensor  # the share of the new weights in their average; after those of the units, the smallest
+    newest: Tensor  # the share of the new weights in their average; then the smallest, or 0 if something is not finite
     momentum: Tensor  # β of this step, for each unit
 
 
