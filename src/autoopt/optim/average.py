@@ -69,8 +69,8 @@ class RunningStatistics:
         own = self._own()
         for numbers, averages in self.joined:
             seen = torch.cat([own[i].flatten() for i in numbers])
-            change = seen.sub_(averages).mul_(share.to(averages.device))
-            averages.add_(change.nan_to_num_(0.0, 0.0, 0.0))
+            change = seen.sub_(averages).nan_to_num_(0.0, 0.0, 0.0)
+            averages.addcmul_(change, share.to(averages.device))
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class Bucket:
         self.pads = [[self._zeros(pad)] if pad else [] for pad in left]  # of the last row
         self.shape = sum(rows), ROW
         starts = [*itertools.accumulate(rows, initial=0)]
-        self.layouts = [_layout(p) for p in self.params]
+        self.layouts = self._layouts()
         # Elements keep the order that they have in memory (channels last, say), so that nothing has to be turned.
         self.orders = [_order(p) if self.group is None else None for p in here]
         strides = [_strides(p.shape, order) for p, order in zip(here, self.orders, strict=True)]
@@ -146,7 +146,11 @@ class Bucket:
 
     def fits(self) -> bool:
         """Whether the parameters are still where they were when the bucket was made."""
-        return [_layout(p) for p in self.params] == self.layouts
+        return self._layouts() == self.layouts
+
+    def _layouts(self) -> list[tuple[Any, ...]]:
+        """All that this layout goes by."""
+        return [(p.device, p.dtype, p.shape, p.stride()) for p in self.params]
 
     # Between tensors and rows.
 
@@ -278,11 +282,6 @@ def _runs(lengths: list[int]) -> list[list[int]]:
         runs.append([piece for some in pieces for piece in some])
         lengths = [len(some) for some in pieces]
     return [*runs, lengths]
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """All that what is made for a tensor goes by, but its address."""
-    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _order(tensor: Tensor) -> list[int] | None:
