@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoopt import AutoSGD
+from autoopt.optim.average import RunningStatistics
 from contract.small import assert_same, backward, batches, every_optimizer, mlp, of_the_paper, snapshot, train, weights
 
 
@@ -179,6 +182,45 @@ def test_the_averaged_statistics_survive_those_of_the_model() -> None:
     model.eval()
     with optimizer.averaged():
         assert model(first[0]).isfinite().all()
+
+
+def test_the_averaged_statistics_go_by_what_the_layer_has_now() -> None:
+    """Another dtype, then another tensor in the place of the one that was averaged."""
+    model = normed()
+    norm: Any = model[1]
+    optimizer = AutoSGD(model, rule="paper")
+    train(model, optimizer, batches(2))
+    for step, change in enumerate((model.double, lambda: setattr(norm, "running_mean", norm.running_mean + 3.0)), 3):
+        last = optimizer.state[norm.weight]["average_running_mean"].double().clone()
+        change()
+        train(model, optimizer, batches(1, dtype=torch.float64))
+        found = optimizer.state[norm.weight]["average_running_mean"]
+        torch.testing.assert_close(found, last + newest(step) * (norm.running_mean - last), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kinds", [[torch.float32], [torch.float32, torch.float64]], ids=len)
+def test_averaging_statistics_takes_as_many_operations_for_any_number_of_layers(kinds: list[torch.dtype]) -> None:
+    found = []
+    for layers in (1, 7):
+        norms = nn.Sequential(*(nn.BatchNorm1d(2 + i).to(kind) for i in range(layers) for kind in kinds))
+        running = RunningStatistics(norms, defaultdict(dict), list(norms.parameters()))
+        before = [average.clone() for _, average in running.pairs()]
+        torch._foreach_add_([own for own, _ in running.pairs()], 1.0)
+        half = torch.tensor(0.5)
+        with Counting() as mode:
+            running.update(half)
+        found.append(mode.count)
+        for was, (_, average) in zip(before, running.pairs(), strict=True):
+            assert torch.equal(average, was + 0.5)
+    assert found[0] == found[1] == 4 * len(kinds)
+
+
+class Counting(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **kwargs or {})
 
 
 def test_a_cast_inside_loses_precision_alone() -> None:

@@ -193,6 +193,27 @@ class TestKernels:
             ends.append(held(model, optimizer))
         assert_close(*ends)
 
+    def test_the_same_memory_in_another_layout(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A gradient and a weight keep their addresses, which are known, and are turned."""
+        ends = []
+        for kernels in (False, True):
+            with path(kernels, monkeypatch):
+                model, optimizer = start(AutoAdam, {})
+                weight, before = model.other.weight, (0, 0)
+                for number in range(4):
+                    optimizer.zero_grad(set_to_none=False)
+                    if number == 3:
+                        weight.data = weight.data.t()
+                    model(*batch(number), other=True).square().mean().backward()
+                    places = weight.data_ptr(), weight.grad.data_ptr()
+                    if number == 2:
+                        weight.grad = weight.grad.t()
+                    optimizer.step()
+                    assert before in (places, (0, 0))
+                    before = places
+            ends.append(held(model, optimizer))
+        assert_close(*ends)
+
     @pytest.mark.parametrize("known", [False, True])
     @pytest.mark.parametrize("make", [AutoSGD, AutoAdam])
     def test_rows_in_place_of_addresses_give_the_same(

@@ -92,9 +92,11 @@ class Source(ABC):
             return None
         present = [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
         found = dict(zip(present, sizes, strict=True))
-        complete = all(name in found and name in self.sizes for name in names)
-        one = sizes[0] if complete else torch.ones_like(sizes[0])  # for those of which nothing is known
-        return torch.stack([known.get(name, one) for name in names for known in (found, self.sizes)]).view(-1, 2)
+        before = self.sizes
+        if len(found.keys() & before.keys()) < len(names):  # of some nothing is known
+            ones = dict.fromkeys(names, torch.ones_like(sizes[0]))
+            found, before = {**ones, **found}, {**ones, **before}
+        return torch.stack([known[name] for name in names for known in (found, before)]).view(-1, 2)
 
     def factors(self, changed: Tensor) -> Tensor:
         """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.

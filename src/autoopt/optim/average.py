@@ -13,7 +13,8 @@ KEYS = ("running_mean", "running_var")
 class RunningStatistics:
     """The average of what the BatchNorm layers of a model have seen, so that averaged weights meet averaged statistics.
 
-    It lives in the optimizer's state, with the layer's weight where that trains, else with the first parameter.
+    It lives in the optimizer's state, with the layer's weight where that trains, else with the first parameter. All
+    that is of one kind lies side by side, so that one operation takes it: the state are views of that.
 
     Args:
         model: the model, if it is known.
@@ -24,41 +25,52 @@ class RunningStatistics:
     def __init__(
         self, model: nn.Module | None, state: Mapping[Tensor, dict[str, Any]], parameters: list[nn.Parameter]
     ) -> None:
-        self.state = state
-        self.found: list[tuple[nn.Module, str, nn.Parameter, str]] = []  # layer, buffer, whose state, under which name
+        self.found: list[tuple[nn.Module, str, dict[str, Any], str]] = []  # layer, buffer, in which state, as what
+        self.kinds: list[tuple[torch.device, torch.dtype]] = []  # of each
+        self.joined: list[tuple[list[int], Tensor]] = []  # for each kind, the numbers of those, and their averages
         trained = set(parameters)
         for layer in model.modules() if model is not None else ():
             if all(isinstance(getattr(layer, key, None), Tensor) for key in KEYS):
                 weight = getattr(layer, "weight", None)
                 place = "" if weight in trained else f"_{len(self.found)}"
                 owner = weight if weight in trained else parameters[0]
-                self.found += [(layer, key, owner, f"average_{key}{place}") for key in KEYS]
-        for layer, key, owner, name in self.found:
-            state[owner].setdefault(name, getattr(layer, key).clone())
+                self.found += [(layer, key, state[owner], f"average_{key}{place}") for key in KEYS]
+        self._own()
+
+    def _own(self) -> list[Tensor]:
+        """What the layers have. The averages are where it is and of its dtype, also after the model was moved."""
+        own: list[Tensor] = [getattr(layer, key) for layer, key, _, _ in self.found]
+        kinds = [(tensor.device, tensor.dtype) for tensor in own]
+        if kinds != self.kinds:
+            self.kinds = kinds
+            with torch.inference_mode(False):  # else no step outside of that mode could change them
+                self.joined = [self._join(kind, own) for kind in dict.fromkeys(kinds)]
+        return own
+
+    def _join(self, kind: tuple[torch.device, torch.dtype], own: list[Tensor]) -> tuple[list[int], Tensor]:
+        """Lay the averages of one kind side by side. One that is not there yet begins with what is to be averaged."""
+        numbers = [i for i, other in enumerate(self.kinds) if other == kind]
+        places = [(own[i], *self.found[i][2:]) for i in numbers]
+        averages = torch.cat([state.get(name, now).to(now).flatten() for now, state, name in places])
+        views = averages.split([now.numel() for now, _, _ in places])
+        for (now, state, name), view in zip(places, views, strict=True):
+            state[name] = view.view(now.shape)
+        return numbers, averages
 
     def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
         """(the model's own, their average) of each."""
-        for layer, key, owner, name in self.found:
-            own: Tensor = getattr(layer, key)
-            kept: Tensor = self.state[owner][name]
-            if (kept.device, kept.dtype) != (own.device, own.dtype):  # the model was moved
-                with torch.inference_mode(False):
-                    kept = self.state[owner][name] = kept.to(own)
-            yield own, kept
+        return [(now, state[name]) for now, (_, _, state, name) in zip(self._own(), self.found, strict=True)]
 
-    def update(self, newest: Tensor, takes: Tensor) -> None:
-        """Take what the layers have seen by now into the average, if the step `takes` place, and where it is finite.
+    def update(self, share: Tensor) -> None:
+        """Take what the layers have seen by now into the average, as this share of it, where it is finite.
 
         A batch that is skipped has left its mark in what the layers keep, which may be no number, for ever.
         """
-        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what one operation can take
-        for own, kept in self.pairs():
-            alike.setdefault((own.device, own.dtype), []).append((own, kept))
-        share = newest * takes
-        for (device, dtype), pairs in alike.items():
-            seen, known = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
-            change = seen.sub_(known).mul_(share.to(device, dtype)).nan_to_num_(0.0, 0.0, 0.0)
-            torch._foreach_add_([kept.view(-1) for _, kept in pairs], change.split([own.numel() for own, _ in pairs]))
+        own = self._own()
+        for numbers, averages in self.joined:
+            seen = torch.cat([own[i].flatten() for i in numbers])
+            change = seen.sub_(averages).nan_to_num_(0.0, 0.0, 0.0)
+            averages.addcmul_(change, share.to(averages.device))
 
 
 @contextlib.contextmanager

@@ -358,8 +358,7 @@ class AutoOptimizer(Optimizer, ABC):
         if self._now.running is None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             model = None if self._now.source is None else self._now.source.model
-            with torch.inference_mode(False):  # else no step outside of that mode could change it
-                self._now.running = RunningStatistics(model, self.state, parameters)
+            self._now.running = RunningStatistics(model, self.state, parameters)
         return self._now.running
 
     def _average_running(self, readings: list[Reading | Swept], total: Tensor | None) -> None:
@@ -369,7 +368,7 @@ class AutoOptimizer(Optimizer, ABC):
         running = self._made_running()  # there from the first step on, whatever became of it
         first = next((reading for reading in readings if reading.group["average"]), None)
         if first is not None and running.found:
-            running.update(newest_of(first), (first.largest() if total is None else total) < torch.inf)
+            running.update(newest_of(first, total))
 
     # The layout of the state.
 

@@ -61,7 +61,7 @@ class Bucket:
         self.pads = [[self._zeros(pad)] if pad else [] for pad in left]  # of the last row
         self.shape = sum(rows), ROW
         starts = [*itertools.accumulate(rows, initial=0)]
-        self.layouts = [(p.shape, p.stride()) for p in self.params]
+        self.layouts = self._layouts()
         # Elements keep the order that they have in memory (channels last, say), so that nothing has to be turned.
         self.orders = [_order(p) if self.group is None else None for p in here]
         strides = [_strides(p.shape, order) for p, order in zip(here, self.orders, strict=True)]
@@ -146,8 +146,11 @@ class Bucket:
 
     def fits(self) -> bool:
         """Whether the parameters are still where they were when the bucket was made."""
-        same = all(p.device == self.device and p.dtype == self.dtype for p in self.params)
-        return same and [(p.shape, p.stride()) for p in self.params] == self.layouts
+        return self._layouts() == self.layouts
+
+    def _layouts(self) -> list[tuple[Any, ...]]:
+        """All that this layout goes by."""
+        return [(p.device, p.dtype, p.shape, p.stride()) for p in self.params]
 
     # Between tensors and rows.
 
@@ -284,16 +287,16 @@ def _runs(lengths: list[int]) -> list[list[int]]:
 def _order(tensor: Tensor) -> list[int] | None:
     """The axes of a tensor from the outermost to the innermost in memory; None: as they are, or there are gaps."""
     order = sorted(range(tensor.dim()), key=lambda axis: (tensor.stride(axis), tensor.shape[axis]), reverse=True)
-    dense = list(tensor.stride()) == _strides(tensor.shape, order)
+    dense = tensor.stride() == _strides(tensor.shape, order)
     return order if dense and not tensor.is_contiguous() else None
 
 
-def _strides(shape: Sequence[int], order: Sequence[int] | None) -> list[int]:
+def _strides(shape: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
     """Those of a tensor without gaps, whose axes lie in that order."""
     strides, size = [0] * len(shape), 1
     for axis in reversed(order or range(len(shape))):
         strides[axis], size = size, size * shape[axis]
-    return strides
+    return tuple(strides)
 
 
 def bits_of(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -53,7 +53,7 @@ class Decision(NamedTuple):
     moves: Tensor  # which tensors
     scale: Tensor  # what to multiply the direction by, for each unit, besides `lr`
     shrink: Tensor  # which share of `weight_decay`, besides `lr`, shrinks the weights, if it is decoupled
-    newest: Tensor  # the share of the new weights in their average; after those of the units, the smallest
+    newest: Tensor  # the share of the new weights in their average; then the smallest, or 0 if something is not finite
     momentum: Tensor  # β of this step, for each unit
 
 
@@ -262,12 +262,12 @@ class Operand:
             torch._foreach_copy_(to, copies)
 
 
-def _in_place(tensor: Tensor | None, place: tuple[Any, list[int], int]) -> Tensor | None:
+def _in_place(tensor: Tensor | None, place: tuple[Any, tuple[int, ...], int]) -> Tensor | None:
     """The tensor, or a copy of it, in the kernels' precision and with its elements in the order of those in a row."""
     if tensor is None:
         return None
     shape, strides, _ = place
-    if tensor.dtype == torch.float32 and alike(tensor, strides):
+    if tensor.dtype == torch.float32 and (tensor.stride() == strides or alike(tensor, strides)):  # the same, as a rule
         return tensor
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=tensor.device).copy_(tensor)
 

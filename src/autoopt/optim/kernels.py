@@ -381,7 +381,8 @@ def decide(
     tl.store(shrinks + unit, ratio, mask=valid)
     tl.store(newests + unit, newest, mask=valid)
     tl.store(betas + unit, beta, mask=valid)
-    tl.store(newests + units, tl.min(tl.where(valid, newest, 1.0), 0))  # of the unit that counted furthest
+    slowest = tl.min(tl.where(valid, newest, 1.0), 0)  # of the unit that counted furthest
+    tl.store(newests + units, tl.min(tl.where(finite, slowest, 0.0), 0))
 
     # which tensors move
     for begin in range(0, TENSORS, BLOCK):

@@ -88,10 +88,9 @@ def read(
         for parameter, square in zip(bucket.params, found, strict=True)
     ]
     for name, given, seen in zip(bucket.names, gradients, found, strict=True):
-        if given is not None:
-            _refuse(name, given, missed=measures and seen is None and not blank)
+        if given is not None and (given.is_sparse or (measures and seen is None and not blank)):
+            _refuse(name, given)
     gradients = bucket.here(gradients)
-    present = bucket.present(gradients)
     squares: list[Tensor | None] | None = None
     changed = None
     if measures:
@@ -105,7 +104,7 @@ def read(
         if swept is not None:
             return Swept(group, bucket, swept, _samples(source, bucket, gradients) if measures else None)
 
-    gradient = bucket.rows(gradients, "gradient")
+    gradient, present = bucket.rows(gradients, "gradient"), bucket.present(gradients)
     if squares is None:
         size = bucket.sum(row_squares(gradient))
         return Reading(group, bucket, gradient, present, size, None, size)
@@ -154,17 +153,16 @@ def _scattered(
     return result
 
 
-def _refuse(name: str, gradient: Tensor, *, missed: bool) -> None:
+def _refuse(name: str, gradient: Tensor) -> None:
     if gradient.is_sparse:
         raise RuntimeError(
             f"the gradient of parameter '{name}' is sparse, which AutoOpt does not train: set sparse=False there."
         )
-    if missed:
-        raise RuntimeError(
-            f"parameter '{name}' has a gradient but no statistics. Either no backward() has reached its layer since "
-            "the last step() or zero_grad(), or the gradient did not come from the layer's own forward pass (but from "
-            "F.linear(x, layer.weight), say, or from the loss, to which forward returned the parameter itself). Call "
-            "the layer itself and backward() before each step(); use the parameter in the forward of a module, or "
-            "return it with a row for each sample, as log_std.expand_as(mean); take the spread from whole passes, by "
-            "AutoSGD(model, spread='passes'); or leave the parameter to another optimizer through param_groups."
-        )
+    raise RuntimeError(
+        f"parameter '{name}' has a gradient but no statistics. Either no backward() has reached its layer since "
+        "the last step() or zero_grad(), or the gradient did not come from the layer's own forward pass (but from "
+        "F.linear(x, layer.weight), say, or from the loss, to which forward returned the parameter itself). Call "
+        "the layer itself and backward() before each step(); use the parameter in the forward of a module, or "
+        "return it with a row for each sample, as log_std.expand_as(mean); take the spread from whole passes, by "
+        "AutoSGD(model, spread='passes'); or leave the parameter to another optimizer through param_groups."
+    )

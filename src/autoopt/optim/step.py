@@ -68,14 +68,17 @@ def _look_at_inputs(source: Source, bucket: Bucket) -> None:
     bucket.keep(ENLARGED, first, torch.where(known, oracle.relative.enlarged(inputs), 1.0))
 
 
-def _movers(
-    bucket: Bucket, size: Tensor, present: Tensor | None, largest: Tensor, total: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _finite(reading: Reading | Swept, total: Tensor | None) -> Tensor:
+    """Whether all is that must be."""
+    return (reading.largest() if total is None else total) < torch.inf
+
+
+def _movers(bucket: Bucket, size: Tensor, present: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor]:
     """The `live` units, which have a finite gradient that is not zero, and the tensors that move, theirs if present.
 
     They have taken one more step.
     """
-    live = ((largest if total is None else total) < torch.inf) & (size > 0)
+    live = finite & (size > 0)
     moves = bucket.of_tensors(live)
     if present is not None:
         moves = moves & present
@@ -101,25 +104,27 @@ def _move_swept(rule: Rule, source: Source, swept: Swept, total: Tensor | None) 
 def decided(rule: Rule, swept: Swept, total: Tensor | None) -> Decision:
     """What `Sweep.decide` does, by operations."""
     bucket, sums, present = swept.bucket, swept.sweep.sums, swept.sweep.present
-    live, moves = _movers(bucket, sums.size, present, swept.largest(), total)
+    finite = _finite(swept, total)
+    live, moves = _movers(bucket, sums.size, present, finite)
     products = _judged(bucket, live, sums.gm, None, sums.gg, sums.raw_gg, swept.moments())
     kept, _ = rule.filter(swept.group, bucket, products)
     scale, shrink = rule.length(swept.group, bucket, products, kept, lambda: (sums.direction, sums.weights))
     newest = oracle.relative.newest(bucket.statistics["count"])
-    return Decision(moves.to(torch.uint8), scale, shrink, torch.cat([newest, newest.min().view(1)]), kept)
+    slowest = finite * newest.min()
+    return Decision(moves.to(torch.uint8), scale, shrink, torch.cat([newest, slowest.view(1)]), kept)
 
 
-def newest_of(reading: Reading | Swept) -> Tensor:
-    """The share of what is new in an average that goes by the unit that counted furthest."""
+def newest_of(reading: Reading | Swept, total: Tensor | None) -> Tensor:
+    """The share of what is new in an average that goes by the unit that counted furthest; 0 where all stays."""
     if isinstance(reading, Swept):
         return reading.sweep.slowest
-    return oracle.relative.newest(reading.bucket.statistics["count"].max())
+    return oracle.relative.newest(reading.bucket.statistics["count"].max()) * _finite(reading, total)
 
 
 def _move_rows(optimizer: Metric, rule: Rule, source: Source, reading: Reading, total: Tensor | None) -> None:
     """By operations on all rows, in place; those that move are the rows of the tensors that do."""
     group, bucket = reading.group, reading.bucket
-    live, moves = _movers(bucket, reading.size, reading.present, reading.largest(), total)
+    live, moves = _movers(bucket, reading.size, reading.present, _finite(reading, total))
     rows = moves[bucket.tensor_column]
     bits = bits_of(rows, bucket.compute)
     raw = gradient = mask_(reading.gradient, bits)
