@@ -240,11 +240,13 @@ class Watch(TorchFunctionMode):
 
         One whose results have the samples anywhere but on the first axis is watched on: that must not be guessed.
         """
-        key = kind_of(module, args, kwargs, self.trained)
         tensors = list(tensors_in((*args, *kwargs.values())))
-        sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
-        if self.abandoned or not sampled or any(map(self.derived, tensors)):
+        with torch._C.DisableTorchFunction():  # what is asked here the model does not ask
+            sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
+            derived = any(map(self.derived, tensors))
+        if self.abandoned or derived or not sampled:
             return run(*args, **kwargs)
+        key = kind_of(module, args, kwargs, self.trained)
         on_top = _get_current_function_mode() is self  # else a mode of the user's is, which is to see what it sees
         if key in self.bare.quiet and on_top and not self.ledger.sampler.exact:
             self.ledger.current.watch = None
@@ -277,8 +279,9 @@ class Watch(TorchFunctionMode):
 
     def _note(self, result: Any, sampled: list[tuple[Tensor, int]]) -> Any:
         """A result, of whose tensors it is noted where the samples went."""
-        for tensor in tensors_in((result,)):
-            self.layouts.put(tensor, carried("", sampled, tensor, self.samples))
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors_in((result,)):
+                self.layouts.put(tensor, carried("", sampled, tensor, self.samples))
         return result
 
     def _note_parts(self, site: Site, result: Any, sampled: list[tuple[Tensor, int]]) -> Any:
