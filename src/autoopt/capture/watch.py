@@ -267,11 +267,8 @@ class Watch(TorchFunctionMode):
         return result
 
     def _begins_anew(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a Watch that begins with these would take them for what they are."""
-        rows = [tensor.dim() > 0 and self.samples in tensor.shape[:2] for tensor in tensors]
-        known = all(self.layout(tensor) == (0 if has else None) for tensor, has in zip(tensors, rows, strict=True))
-        first = next((has for tensor, has in zip(tensors, rows, strict=True) if tensor.dim() > 0), False)
-        return known and first and self.axis == 0
+        """Whether a Watch that begins with these would take them for what they are, however many samples there are."""
+        return self.axis == 0 and all(self.layout(tensor) == 0 for tensor in tensors if tensor.dim() > 0)
 
     def around(self) -> nn.Module | None:
         """The innermost module, called once, in which all was that has to be watched; None: that is the whole model."""
