@@ -446,6 +446,13 @@ class Watch(TorchFunctionMode):
         if plan.free:
             return self._note(call.run(call.leaves), [(call.leaves[i], layout) for i, layout in call.layouts.items()])
         values = list(call.leaves)
+        if call.derived <= plan.by_row and not call.in_place:  # then their rows alone have to be the samples'
+            for i in call.derived:
+                values[i] = self._by_row(values[i]).flatten(0, 1)
+            result = call.run(values)
+            for tensor, layout in zip(tensors_in((result,)), plan.layouts, strict=True):
+                self.layouts.put(tensor, layout)
+            return result
         for i, leaf in enumerate(values):
             if i in call.derived:
                 values[i] = self._by_row(leaf) if i in plan.by_row else self._copies(leaf)
