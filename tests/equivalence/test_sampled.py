@@ -494,6 +494,21 @@ def test_an_output_changed_in_place(layer: nn.Module, glanced: list[glance.Glanc
     assert len(glanced) == 1
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(2, 4)], ids=["whole", "part"])
+def test_an_output_that_is_a_view_of_another_shape(part: slice, glanced: list[glance.Glance]) -> None:
+    """The gradient that is looked at is laid out as the output, whatever reaches what it is a view of."""
+    model, x = nn.Linear(5, 8).double(), torch.randn(8, 2, 3, 5, dtype=torch.float64)
+
+    def run(model: nn.Module) -> None:
+        y = model(x)
+        z = y.view(8, 6, 8)[:, part]
+        z.mul_(2)
+        (y.square().sum() + z.sum()).backward()
+
+    assert_alike(*observed_twin(model, run))
+    assert len(glanced) == 1
+
+
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("elementwise", [True, False])
 def test_where_no_contribution_is_formed_a_glance_sees_all_samples(
@@ -528,9 +543,10 @@ def test_glances_at_all_samples_and_at_one_keep_their_shares(glanced: list[glanc
     assert [use.some is glance.ALL for use in glanced] == 2 * [True, True, False]
 
 
-def test_hooks_of_others_come_first(glanced: list[glance.Glance]) -> None:
+@pytest.mark.parametrize("layer", [nn.Conv1d(3, 4, 3), nn.Linear(6, 4), nn.LayerNorm(6)], ids=str)
+def test_hooks_of_others_come_first(layer: nn.Module, glanced: list[glance.Glance]) -> None:
     """What they do to the gradient of the output reaches the weight."""
-    model, x = nn.Conv1d(3, 4, 3).double(), torch.randn(8, 3, 6, dtype=torch.float64)
+    model, x = layer.double(), torch.randn(8, 3, 6, dtype=torch.float64)
 
     def run(model: nn.Module) -> None:
         y = model(x)

@@ -3,9 +3,10 @@
 The modules that hold them, and the model itself, run under a `Watch`. Their classes are swapped as those of the covered
 layers are. Of a model without such parameters every kind of pass is watched once, at the outermost module that is
 called, to see whether its layers have to be (a layer that sees the same for all samples, as position embeddings do; a
-parameter that is used outside of its layer; samples that are not on the first axis). A compiled model runs what has to
-be watched between its graphs: the whole model at first, then the one part of it, if there is one, in which all of that
-was seen. So the head and the loss of a language model are compiled, though its position embeddings are watched.
+parameter that is used outside of its layer; samples that are not on the first axis). Of a model that has to be watched
+this is the whole model at first, then the one part of it, if there is one, in which all of that was seen: of a vision
+transformer its embeddings, though not where all samples are asked for. A compiled model runs that part between its
+graphs, so that the head and the loss of a language model are compiled, though its position embeddings are watched.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,7 +72,7 @@ class Bare:
         self.names: dict[nn.Module, str] = {}  # of the watched modules
         self.holding: set[nn.Module] = set()  # those of them that hold parameters without a rule
         self.everywhere = False  # the whole model has to be watched
-        self.focus: Focus | None = None  # and of it, between compiled graphs, this part alone
+        self.focus: Focus | None = None  # and of it this part alone
         self._looked: set[Any] = set()  # kinds of passes that were watched once
         self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
@@ -135,7 +136,7 @@ class Bare:
         kind = kind_of(module, args, kwargs, trained)
         if self.focus is not None and self.focus.trained != trained:
             self.focus = None  # what is thawed may be used anywhere
-        if kind in self._looked and not self.everywhere:
+        if kind in self._looked and (not self.everywhere or self._focused(module, args, kwargs)):
             return forward(*args, **kwargs)
         entrance: Entrance = self.ledger.current.entrance
         if not self.holding and entrance.blind(module):  # the first axis is the batch in all layers, as it was warned
@@ -158,15 +159,24 @@ class Bare:
             self._looked.clear()
         self._looked.add(kind)
         self.everywhere |= watch.needed or bool(watch.uses)
-        if module is self.root and self.everywhere and not self.holding:
+        if module is self.root and self.everywhere:
             self._focus(watch, flags_of(module, args, kwargs))
         return watch.close(result, whole=module is self.root)
+
+    def _focused(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether of a call of the model that part is to be watched alone, in eager passes too."""
+        focus = self.focus
+        if module is not self.root or focus is None or self.ledger.sampler.exact:
+            return False
+        return focus.flags == flags_of(module, args, kwargs)
 
     def _focus(self, watch: Watch, flags: tuple[Any, ...]) -> None:
         """Remember in which part all was that has to be watched. Other flags are watched in the whole model."""
         part, known = watch.around(), self.focus
         if known is not None and known.flags != flags:
             return
+        if part is not None and not self.holding <= set(part.modules()):  # what others hold may be used by others
+            part = None
         self.focus = None if part is None else Focus(part, flags, watch.trained)
         if part is not None and part not in self.names:
             self._swap(part, next(name for name, module in self.root.named_modules() if module is part))

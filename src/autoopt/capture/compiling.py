@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._dynamo.eval_frame import DynamoStance, _set_stance
+from torch._dynamo import eval_frame
+from torch._dynamo.eval_frame import DynamoStance
 from torch._dynamo.symbolic_convert import tls
 
-_COMPILING = object()
+_COMPILING, _EAGER = object(), DynamoStance("force_eager")
 _left: ContextVar[Any] = ContextVar("left", default=_COMPILING)  # what compiled before `uncompiled`, if that is inside
 
 
 class _Stance:
-    """torch's stance is one for all threads: eager while any of them is inside `uncompiled`, then what it was."""
+    """torch's stance is one for all threads: eager while any of them is inside `uncompiled`, then what it was.
+
+    It is set as torch itself does once it has seen that it is outside of a graph, which takes longer.
+    """
 
     def __init__(self) -> None:
         self.lock, self.inside, self.before = threading.Lock(), 0, DynamoStance()
@@ -30,13 +34,13 @@ class _Stance:
         with self.lock:
             self.inside += 1
             if self.inside == 1:
-                self.before = _set_stance(DynamoStance("force_eager"))
+                self.before, eval_frame._stance = eval_frame._stance, _EAGER
 
     def as_it_was(self) -> None:
         with self.lock:
             self.inside -= 1
             if self.inside == 0:
-                _set_stance(self.before)
+                eval_frame._stance = self.before
 
 
 _stance = _Stance()

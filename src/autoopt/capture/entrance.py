@@ -48,6 +48,10 @@ class Door:
         named = named_leaves(args, kwargs)
         return [leaf for path, leaf in named if isinstance(leaf, Tensor) and path not in self.shared]
 
+    def open(self) -> bool:
+        """Whether one goes through it unnoticed: inside of another call, and as others did before, unwatched."""
+        return self.seen and self.entrance.entered and self.entrance.current.watch is None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a module is nobody's."""
 
@@ -144,6 +148,11 @@ class Entrance:
         """The forward pass of the outermost module, watched if it has to be."""
         under = self.under
         return forward if under is None else lambda *args, **kwargs: under(module, forward, args, kwargs)
+
+    @property
+    def entered(self) -> bool:
+        """Whether a pass is under way."""
+        return self._call is not None
 
     @property
     def left(self) -> bool:
@@ -260,6 +269,8 @@ def _entered(plain: type[Any]) -> type[nn.Module]:
                 return outside(self, *args, **kwargs)
             for door in doors:
                 door.entrance.note(door, args, kwargs)  # which call is the outermost is not known there
+            return plain.forward(self, *args, **kwargs)
+        if all(map(Door.open, doors)):
             return plain.forward(self, *args, **kwargs)
         opened: list[Entrance] = []
         failed = True

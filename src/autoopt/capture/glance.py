@@ -7,6 +7,8 @@ remains for the other layers if all samples are asked for, for compiled passes a
 (checkpoints, offloading) want nothing to be kept.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,15 +113,16 @@ class Glance:
             self.site.book("bias", self.operation.bias_contributions(dy).__getitem__, self.samples, self)
 
 
-def suits(site: Site, operation: Operation, x: Tensor, weight: Tensor) -> Some | None:
-    """The samples to look at, if a glance at them will do."""
-    if site.eager or site.axis or site.folded or site.strided or site.ledger.gathered or torch.compiler.is_compiling():
+def suits(site: Site, operation: Operation, x: Tensor, batch: Tensor) -> Some | None:
+    """The samples to look at, if a glance at them will do. `batch` is the input x with the samples in front."""
+    if torch.compiler.is_compiling() or site.eager or site.axis or site.folded or site.strided or site.ledger.gathered:
         return None
-    if site.replaced():  # which `Observe` finds out
+    if site.replaced() or _packed() or (batch is not x and batch.dim() > x.dim()):  # which `Observe` sees to
         return None
-    whole = operation.keeps_input and not operation.forms(x)
-    some = ALL if whole else site.ledger.sampler.of(operation, x, weight)
-    return None if some is None or _packed() else some
+    if operation.keeps_input and not operation.forms(batch):
+        return ALL
+    weight = site.layer._parameters.get("weight")
+    return None if weight is None else site.ledger.sampler.of(operation, batch, weight)
 
 
 def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) -> Tensor:
@@ -133,15 +136,27 @@ def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) 
     if operation.keeps_input and as_it_is:
         output = site.plain.forward(layer, batch)
     else:
-        output, kept = operation.forward(batch, layer.weight, getattr(layer, "bias", None))
-    if output.requires_grad:
-        if output._is_view():  # one that is changed in place gets another node, and the hook would be lost
-            output = owned(output)
-        # Detached: what leads back to the node must not be held by a hook of it.
-        kept = tuple(tensor.detach() for tensor in kept) if layer.weight.requires_grad else ()
-        assert output.grad_fn is not None
-        output.grad_fn.register_prehook(Glance(operation, site, kept, batch.shape[0], some))
+        output, kept = operation.forward(batch, site.held("weight"), site.held("bias"))
+    if not output.requires_grad:
+        return output
+    # Detached: what leads back to the node must not be held by a hook of it.
+    kept = tuple([tensor.detach() for tensor in kept]) if site.held("weight").requires_grad else ()
+    look: Callable[..., None] = Glance(operation, site, kept, batch.shape[0], some)
+    base = output._base
+    if base is not None and base.is_contiguous() and output.is_contiguous() and base.numel() == output.numel():
+        look = functools.partial(_reshaped, look, output.shape)
+    elif base is not None:
+        output, base = owned(output), None
+    # A view that is changed in place gets another node, and the hook would be lost; its base keeps that of before.
+    node: Any = (output if base is None else base).grad_fn
+    node.register_prehook(look)
     return output
+
+
+def _reshaped(look: Callable[..., None], shape: torch.Size, gradients: tuple[Tensor | None, ...]) -> None:
+    """A glance at the gradient of an output that is a view, where that of its base arrives."""
+    dy = gradients[0]
+    look((None if dy is None else dy.reshape(shape),))
 
 
 def _packed() -> bool:

@@ -77,6 +77,9 @@ def _run(layer: Any, x: Tensor) -> Tensor:
             "the model a batch, of one sample if need be."
         )
     operation, batch = site.prepare(layer, site.grouped(x))
+    some = glance.suits(site, operation, x, batch)
+    if some is not None:
+        return glance.run(site, operation, x, batch, some)
     single = batch.dim() > x.dim()
     windows = site.fold > 1 and operation.positional
     if site.fold > 1:
@@ -85,9 +88,6 @@ def _run(layer: Any, x: Tensor) -> Tensor:
         batch = batch.unflatten(0, (-1, site.fold))
     weight: Tensor = layer.weight
     bias: Tensor | None = getattr(layer, "bias", None)
-    some = None if single or windows else glance.suits(site, operation, batch, weight)
-    if some is not None:
-        return glance.run(site, operation, x, batch, some)
     if not site.origins and not torch.compiler.is_compiling():
         site.refuse_computed()
     derived = {"weight": weight, "bias": bias} if site.origins else None

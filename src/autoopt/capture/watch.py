@@ -240,11 +240,13 @@ class Watch(TorchFunctionMode):
 
         One whose results have the samples anywhere but on the first axis is watched on: that must not be guessed.
         """
-        key = kind_of(module, args, kwargs, self.trained)
         tensors = list(tensors_in((*args, *kwargs.values())))
-        sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
-        if self.abandoned or not sampled or any(map(self.derived, tensors)):
+        with torch._C.DisableTorchFunction():  # what is asked here the model does not ask
+            sampled = [(tensor, layout) for tensor in tensors if (layout := self.layout(tensor)) is not None]
+            derived = any(map(self.derived, tensors))
+        if self.abandoned or derived or not sampled:
             return run(*args, **kwargs)
+        key = kind_of(module, args, kwargs, self.trained)
         on_top = _get_current_function_mode() is self  # else a mode of the user's is, which is to see what it sees
         if key in self.bare.quiet and on_top and not self.ledger.sampler.exact:
             self.ledger.current.watch = None
@@ -265,11 +267,8 @@ class Watch(TorchFunctionMode):
         return result
 
     def _begins_anew(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a Watch that begins with these would take them for what they are."""
-        rows = [tensor.dim() > 0 and self.samples in tensor.shape[:2] for tensor in tensors]
-        known = all(self.layout(tensor) == (0 if has else None) for tensor, has in zip(tensors, rows, strict=True))
-        first = next((has for tensor, has in zip(tensors, rows, strict=True) if tensor.dim() > 0), False)
-        return known and first and self.axis == 0
+        """Whether a Watch that begins with these would take them for what they are, however many samples there are."""
+        return self.axis == 0 and all(self.layout(tensor) == 0 for tensor in tensors if tensor.dim() > 0)
 
     def around(self) -> nn.Module | None:
         """The innermost module, called once, in which all was that has to be watched; None: that is the whole model."""
@@ -277,8 +276,9 @@ class Watch(TorchFunctionMode):
 
     def _note(self, result: Any, sampled: list[tuple[Tensor, int]]) -> Any:
         """A result, of whose tensors it is noted where the samples went."""
-        for tensor in tensors_in((result,)):
-            self.layouts.put(tensor, carried("", sampled, tensor, self.samples))
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors_in((result,)):
+                self.layouts.put(tensor, carried("", sampled, tensor, self.samples))
         return result
 
     def _note_parts(self, site: Site, result: Any, sampled: list[tuple[Tensor, int]]) -> Any:
@@ -446,6 +446,13 @@ class Watch(TorchFunctionMode):
         if plan.free:
             return self._note(call.run(call.leaves), [(call.leaves[i], layout) for i, layout in call.layouts.items()])
         values = list(call.leaves)
+        if call.derived <= plan.by_row and not call.in_place:  # then their rows alone have to be the samples'
+            for i in call.derived:
+                values[i] = self._by_row(values[i]).flatten(0, 1)
+            result = call.run(values)
+            for tensor, layout in zip(tensors_in((result,)), plan.layouts, strict=True):
+                self.layouts.put(tensor, layout)
+            return result
         for i, leaf in enumerate(values):
             if i in call.derived:
                 values[i] = self._by_row(leaf) if i in plan.by_row else self._copies(leaf)
