@@ -183,7 +183,7 @@ class Bare:
 
     def trained(self) -> tuple[bool, ...]:
         """Which of the parameters are not frozen."""
-        return tuple(parameter.requires_grad for parameter in self.ledger.parameters.values())
+        return tuple([parameter.requires_grad for parameter in self.ledger.parameters.values()])
 
     def alone(self) -> Callable[[], bool]:
         """Whether the forward pass that begins is the only one before the next backward pass; asked in that one."""
