@@ -35,6 +35,7 @@ class RunningStatistics:
                 place = "" if weight in trained else f"_{len(self.found)}"
                 owner = weight if weight in trained else parameters[0]
                 self.found += [(layer, key, state[owner], f"average_{key}{place}") for key in KEYS]
+                trained.discard(weight)  # another layer that has this weight has statistics of its own
         self._own()
 
     def _own(self) -> list[Tensor]:
