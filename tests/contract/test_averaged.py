@@ -198,6 +198,17 @@ def test_the_averaged_statistics_go_by_what_the_layer_has_now() -> None:
         torch.testing.assert_close(found, last + newest(step) * (norm.running_mean - last), rtol=1e-6, atol=0)
 
 
+def test_layers_that_share_a_weight_have_statistics_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model[3].weight = model[1].weight
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(3))
+    before = snapshot(model, optimizer)
+    with optimizer.averaged():
+        assert not torch.equal(model.get_buffer("1.running_var"), model.get_buffer("3.running_var"))
+    assert_same(snapshot(model, optimizer), before)
+
+
 @pytest.mark.parametrize("kinds", [[torch.float32], [torch.float32, torch.float64]], ids=len)
 def test_averaging_statistics_takes_as_many_operations_for_any_number_of_layers(kinds: list[torch.dtype]) -> None:
     found = []

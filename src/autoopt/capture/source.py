@@ -87,12 +87,11 @@ class Source(ABC):
         """|g| of each gradient now and as the backward pass left it, (tensors, 2); None where there was none."""
         if not self.sizes and not self.sharded:
             return None
-        sizes = _sizes([gradient for gradient in gradients if gradient is not None])
-        if not sizes:
+        present = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+        if not present:
             return None
-        present = [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
-        found = dict(zip(present, sizes, strict=True))
-        before = self.sizes
+        sizes = _sizes(list(present.values()))
+        found, before = dict(zip(present, sizes, strict=True)), self.sizes
         if len(found.keys() & before.keys()) < len(names):  # of some nothing is known
             ones = dict.fromkeys(names, torch.ones_like(sizes[0]))
             found, before = {**ones, **found}, {**ones, **before}

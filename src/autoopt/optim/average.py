@@ -25,21 +25,22 @@ class RunningStatistics:
     def __init__(
         self, model: nn.Module | None, state: Mapping[Tensor, dict[str, Any]], parameters: list[nn.Parameter]
     ) -> None:
-        self.found: list[tuple[nn.Module, str, dict[str, Any], str]] = []  # layer, buffer, in which state, as what
+        self.found: list[tuple[Any, str, dict[str, Any], str]] = []  # layer, buffer, in which state, as what
         self.kinds: list[tuple[torch.device, torch.dtype]] = []  # of each
         self.joined: list[tuple[list[int], Tensor]] = []  # for each kind, the numbers of those, and their averages
         trained = set(parameters)
         for layer in model.modules() if model is not None else ():
-            if all(isinstance(getattr(layer, key, None), Tensor) for key in KEYS):
+            if all(isinstance(layer._buffers.get(key), Tensor) for key in KEYS):
                 weight = getattr(layer, "weight", None)
                 place = "" if weight in trained else f"_{len(self.found)}"
                 owner = weight if weight in trained else parameters[0]
                 self.found += [(layer, key, state[owner], f"average_{key}{place}") for key in KEYS]
+                trained.discard(weight)  # another layer that has this weight has statistics of its own
         self._own()
 
     def _own(self) -> list[Tensor]:
         """What the layers have. The averages are where it is and of its dtype, also after the model was moved."""
-        own: list[Tensor] = [getattr(layer, key) for layer, key, _, _ in self.found]
+        own: list[Tensor] = [layer._buffers[key] for layer, key, _, _ in self.found]
         kinds = [(tensor.device, tensor.dtype) for tensor in own]
         if kinds != self.kinds:
             self.kinds = kinds
