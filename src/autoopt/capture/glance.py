@@ -56,7 +56,8 @@ class Glance:
                 "differentiated twice has no statistics. Leave its parameters to another optimizer through "
                 "param_groups, or freeze them for that pass."
             )
-        names = {role: site.names[role] for role in site.shadows if site.adds_to(role)}
+        ledger = site.ledger
+        names = ledger.reach.among(site)
         if not names:
             site.closed(self)
             return
@@ -65,7 +66,6 @@ class Glance:
         if site.repeated:
             self._book(names, dy, kept)
             return
-        ledger = site.ledger
         ledger.open(names.values(), self.samples, graph)
         if not ledger.besides.done.issuperset(names.values()):
             for role in names:
@@ -103,7 +103,7 @@ class Glance:
             square = (
                 operation.weight_square(dy, kept, total) if weight else squared(operation.bias_contributions(dy), total)
             )
-            site.ledger.book(name, self.samples, square)
+            site.ledger.look_whole(name, square)
 
     def _book(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
         """As `Observe` does where the layer has other uses."""

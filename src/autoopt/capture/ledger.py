@@ -17,7 +17,8 @@ from autoopt.capture import sharded
 from autoopt.capture.alone import Alone
 from autoopt.capture.aside import Aside
 from autoopt.capture.audit import Audit, Besides
-from autoopt.capture.current import Pass, executes
+from autoopt.capture.current import Pass
+from autoopt.capture.reach import Reach
 from autoopt.capture.sampled import Few, Look, Sampler, Some, squared
 from autoopt.moments import Contributions, Operation, Product, chunk, joined, precision, wide
 
@@ -39,10 +40,10 @@ class Ledger:
         self.gathered: dict[str, nn.Parameter] = {}  # what stands for a sharded parameter while its module runs
         self.squares: dict[str, Tensor] = {}  # Σ_i c_i² since the last clear, elementwise or in total
         self.samples: dict[str, Tensor | int] = {}  # N behind it, on the device where compiled passes were counted
-        self.audit, self.besides, self.aside = Audit(), Besides(), Aside()
+        self.audit, self.besides, self.aside, self.reach = Audit(), Besides(), Aside(), Reach()
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
-        self._added: tuple[int, dict[str, bool]] = (-1, {})  # for the pass of that number, what `adds_to` found
+        self._whole: dict[str, Tensor] = {}  # Σ_i c_i² in this pass of those of which all samples were looked at
         self._few, self._one = Few(total), Alone(total)
         current.cleared = self._cleared
         self._begun: tuple[int, bool] = (-1, False)  # for the pass of that number, what `begins` found
@@ -75,6 +76,8 @@ class Ledger:
         """Whether all that is known comes from the pass of that number, and so does all that is in the gradients."""
         if self._begun[0] != graph:
             self._begun = graph, self.current.anew and not self.squares
+            if self._begun[1]:
+                self.reach.trust()
         return self._begun[1]
 
     def add(self, name: str, samples: int, contributions: Contributions, outer: int = -1) -> None:
@@ -94,7 +97,7 @@ class Ledger:
             self.book(name, samples, square)
 
     def open(self, names: Iterable[str], samples: int, graph: int) -> None:
-        """Say that `look` or `book` will follow for these parameters, before the pass that adds to them has done so.
+        """Say that one of the looks will follow for these parameters, before the pass that adds to them has done so.
 
         The number of the pass is `graph`.
         """
@@ -104,6 +107,10 @@ class Ledger:
         for name in names:
             self._alone(name, graph)
         self._rows = samples
+
+    def look_whole(self, name: str, square: Tensor) -> None:
+        """Enter Σ_i c_i² of such a parameter."""
+        self._whole[name] = square
 
     def look_alone(self, operation: Operation, names: dict[str, str], tensors: tuple[Tensor, ...], some: Some) -> bool:
         """Enter a layer by one sample, which a kernel looks at, if one can."""
@@ -153,8 +160,11 @@ class Ledger:
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
                 self.book(name, self._rows, self.second_moment(entered, self._rows, self.parameters[name]))
-            for name, square in (self._few.squares() | self._one.squares()).items():
-                self.book(name, self._rows, square)
+            looked = self._few.squares() | self._one.squares() | self._whole
+            self._whole, missed = {}, self.reach.missed()
+            for name, square in looked.items():
+                if name not in missed:
+                    self.book(name, self._rows, square)
 
     def second_moment(self, uses: Sequence[Contributions], samples: int, parameter: Tensor) -> Tensor:
         """Σ_i c_i² with c_i = Σ over the uses, of all samples or by those that are looked at."""
@@ -175,17 +185,12 @@ class Ledger:
         self.aside.drop()
         self._few.clear()
         self._one.clear()
+        self._whole = {}
         self.audit.drop()
 
     def adds_to(self, name: str) -> bool:
         """Whether the pass that runs this adds to the parameter's gradient. `autograd.grad` does not."""
-        graph = torch._C._current_graph_task_id()
-        if self._added[0] != graph:
-            self._added = graph, {}
-        found = self._added[1]
-        if name not in found:
-            found[name] = executes(_accumulator(self.used(name)))
-        return found[name]
+        return self.reach.adds_to(self.used(name))
 
     def _alone(self, name: str, graph: int) -> None:
         """See that a parameter has no other use in the pass of that number."""
@@ -220,21 +225,6 @@ class Ledger:
         known = name in self.squares
         self.squares[name] = self.squares[name] + square if known else square
         self.samples[name] = self.samples[name] + samples if known else samples
-
-
-def _accumulator(parameter: nn.Parameter) -> Any:
-    """The node that adds to a parameter's gradient: torch.autograd.graph.get_gradient_edge, in a third of its time.
-
-    It must not be kept: it belongs to the stream on which it was made, and would tie later graphs to that.
-    """
-    enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
-    try:
-        used = parameter.view_as(parameter)
-        assert used.grad_fn is not None
-        return used.grad_fn.next_functions[0][0]
-    finally:
-        torch._C._set_grad_enabled(enabled)
 
 
 def _late(name: str) -> str:
