@@ -138,8 +138,7 @@ class Capture(Source):
         elif "torch.distributed.fsdp" in sys.modules:
             sharded.refuse_late(self.model, self.parameters)
         self.ledger.settle()
-        self.current.gathered += self._compiled.samples(self.sites.values())
-        self._book_shadows()
+        self._book_shadows([site for site in self.sites.values() if site.holds])
         self.ledger.besides.check(self.current.graph, self.ledger.squares, self.ledger.samples, self.parameters)
         if self.sharded:  # the gradients of accumulated passes need not be there yet: set_requires_gradient_sync(False)
             absent = [name for name, parameter in self.parameters.items() if parameter.grad is None]
@@ -147,13 +146,14 @@ class Capture(Source):
         super()._measure()
         self.current.finish()
 
-    def _book_shadows(self) -> None:
+    def _book_shadows(self, sites: list[Site]) -> None:
         """Move what the shadows hold to the ledger, so that a step, which may be compiled, has no leaf to clear."""
-        for name, (site, role) in self.direct.items():
+        self.current.gathered += self._compiled.samples(sites)
+        for name, (site, role) in self.direct.items() if sites else ():
             square = site.shadows[role].grad
             if square is not None:
                 self.ledger.book(name, site.counted, square)
-        for site in self.sites.values():
+        for site in sites:
             site.clear()
 
     def lost(self) -> str | None:

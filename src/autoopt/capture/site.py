@@ -305,9 +305,14 @@ class Site:
         else:
             self.ledger.add(self.names[role], samples, contributions, ctx.outer)
 
+    @property
+    def holds(self) -> bool:
+        """Whether something came to the leaves."""
+        return self.rows > 0 or self.counts.grad is not None
+
     def clear(self) -> None:
         """Forget the statistics gathered so far."""
-        if not self.rows and self.counts.grad is None:  # nothing came to the leaves
+        if not self.holds:
             return
         self.rows = 0
         for leaf in (self.counts, *self.shadows.values()):
