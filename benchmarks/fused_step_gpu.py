@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoAdamW, AutoSGD
+from autoopt.moments import building
 from autoopt.optim import fused
 
 STEPS, WARM, TIMED = 20, 8, 30
@@ -36,12 +37,12 @@ PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @contextmanager
 def path(kernels: bool) -> Iterator[None]:
     """Have the steps inside take one of the two paths."""
-    before = fused.ENABLED
-    fused.ENABLED = kernels
+    before = fused.available
+    fused.available = lambda device: kernels
     try:
         yield
     finally:
-        fused.ENABLED = before
+        fused.available = before
 
 
 def net() -> nn.Module:
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true", help="a small model in GPT-2's place")
     options = parser.parse_args()
-    assert fused.ENABLED, "Triton is not installed, or AUTOOPT_FUSED=0"
+    assert building.ENABLED, "Triton is not installed, or AUTOOPT_FUSED=0"
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "differences": {}}
     cases = {
         "SGD": (AutoSGD, {}),
@@ -192,7 +193,7 @@ def main() -> None:
     for name, (make, settings) in cases.items():
         found["differences"][name] = difference(make, **settings)
         print(f"{name:32} largest relative difference {found['differences'][name]:.1e}", flush=True)
-        assert not fused._broken, fused._broken
+        assert not building._broken, building._broken
 
     found["times"] = {}
     print(f"\n{'step()':24} {'ms':>7} {'gpu ms':>7} {'host ms':>8} {'launches':>8} {'kernels':>8}  waits")

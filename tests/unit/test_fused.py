@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,16 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoAdamW, AutoNAdam, AutoSGD
 from autoopt.capture import Source
+from autoopt.moments import building
 from autoopt.optim import fused
 from autoopt.optim.bucket import ENLARGED, HELD, Bucket
 from autoopt.optim.reading import Swept
 from autoopt.optim.robust import Robust
 from autoopt.optim.step import decided
 from autoopt.oracle import relative
+from interpreter import DEVICE, elsewhere, here, run_interpreted
 
-GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if GPU else "cpu"
 # Between the two lies rounding alone: the kernels multiply and add in one rounding, and sum a row in another order.
 # A step differs by a few units in the last place (6e-8), and what the next ones make of that adds up.
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-7}
@@ -46,20 +42,16 @@ TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed, and the kernels are written in it")
 runs_kernels = [
     needs_triton,
-    pytest.mark.skipif(not (GPU or INTERPRETED), reason="runs in a process of its own, see test_in_the_interpreter"),
+    here,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the interpreter's
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # its 0/0 in lanes that are masked out
 ]
 
 
 @needs_triton
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the tests run here")
+@elsewhere
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    run_interpreted(__file__)
 
 
 @contextlib.contextmanager
@@ -609,10 +601,10 @@ def test_without_a_compiler_the_step_goes_on(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: Any) -> None:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(fused, "available", lambda device: not fused._broken)
+    monkeypatch.setattr(fused, "available", lambda device: not building._broken)
     monkeypatch.setattr(fused, "Sweep", type("Sweep", (fused.Sweep,), {"__init__": fail}))
-    monkeypatch.setattr(fused, "_broken", [])
-    monkeypatch.setattr(fused, "_built", [])
+    monkeypatch.setattr(building, "_broken", [])
+    monkeypatch.setattr(building, "_built", [])
     model, optimizer = start(AutoSGD, {})
     before = model.out.weight.detach().clone()
     with pytest.warns(RuntimeWarning, match="C compiler"):

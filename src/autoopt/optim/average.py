@@ -30,7 +30,8 @@ class RunningStatistics:
         self.joined: list[tuple[list[int], Tensor]] = []  # for each kind, the numbers of those, and their averages
         trained = set(parameters)
         for layer in model.modules() if model is not None else ():
-            if all(isinstance(layer._buffers.get(key), Tensor) for key in KEYS):
+            own: Any = layer._buffers
+            if all(key in own and isinstance(own[key], Tensor) for key in KEYS):
                 weight = getattr(layer, "weight", None)
                 place = "" if weight in trained else f"_{len(self.found)}"
                 owner = weight if weight in trained else parameters[0]

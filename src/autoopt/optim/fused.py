@@ -5,10 +5,7 @@ fuses by itself, and traces the plain path.
 """
 
 import functools
-import importlib.util
 import operator
-import os
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,14 +13,12 @@ import torch
 from torch import Tensor
 
 from autoopt.capture.aside import recording
+from autoopt.moments.building import available, built
 from autoopt.moments.operation import alike
 from autoopt.optim.bucket import AVERAGE, ENLARGED, HELD, ROW, STATISTICS, Bucket
 
-ENABLED = os.environ.get("AUTOOPT_FUSED") != "0" and importlib.util.find_spec("triton") is not None
 SUMS = 8  # how many there are, below
 UNITS = 4096  # that one program decides on; for more the operations do
-_broken: list[str] = []  # why the kernels cannot be built here
-_built: list[bool] = []  # whether they have been
 
 
 class Form(NamedTuple):
@@ -57,11 +52,6 @@ class Decision(NamedTuple):
     momentum: Tensor  # β of this step, for each unit
 
 
-def available(device: torch.device) -> bool:
-    """Whether the kernels run there."""
-    return ENABLED and device.type == "cuda" and not _broken
-
-
 def suits(group: dict[str, Any], bucket: Bucket) -> bool:
     """Whether the kernels may do the step of a bucket whose metric they know."""
     return (
@@ -82,19 +72,7 @@ def sweep(
     sizes: Tensor | None,
 ) -> "Sweep | None":
     """The first kernel; None where kernels cannot be built, as without a C compiler. It writes nothing that is kept."""
-    try:
-        return Sweep(bucket, group, form, gradients, squares, sizes)
-    except Exception as error:
-        if _built or recording(bucket.device):
-            raise
-        _broken.append(str(error))
-        warnings.warn(
-            f"AutoOpt's kernels could not be built ({type(error).__name__}: {error}), so that the step takes longer. "
-            "Triton needs a C compiler; AUTOOPT_FUSED=0 does without and says nothing.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    return built(lambda: Sweep(bucket, group, form, gradients, squares, sizes))
 
 
 class Sweep:
@@ -154,7 +132,6 @@ class Sweep:
                 *self.numbers, MEASURES=0 if squares is None else 2 if square else 1, CHANGED=sizes is not None,
                 PRESENT=self.present is not None, **self.shared,
             )  # fmt: skip
-        _built[:] = [True]
         self.matrix = bucket.sum_runs(out, 1)  # (units, sums)
 
     @functools.cached_property

@@ -162,7 +162,8 @@ def _refuse(name: str, gradient: Tensor) -> None:
         f"parameter '{name}' has a gradient but no statistics. Either no backward() has reached its layer since "
         "the last step() or zero_grad(), or the gradient did not come from the layer's own forward pass (but from "
         "F.linear(x, layer.weight), say, or from the loss, to which forward returned the parameter itself). Call "
-        "the layer itself and backward() before each step(); use the parameter in the forward of a module, or "
-        "return it with a row for each sample, as log_std.expand_as(mean); take the spread from whole passes, by "
-        "AutoSGD(model, spread='passes'); or leave the parameter to another optimizer through param_groups."
+        "the layer itself and backward(), without inputs=, before each step(); use the parameter in the forward of "
+        "a module, or return it with a row for each sample, as log_std.expand_as(mean); take the spread from whole "
+        "passes, by AutoSGD(model, spread='passes'); or leave the parameter to another optimizer through "
+        "param_groups."
     )
