@@ -82,6 +82,12 @@ def run(ranks: int, kind: str, folder: Path, *, wrapped: bool, bad: bool = False
     return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(ranks)]
 
 
+def assert_same_weights(found: dict[str, Tensor], alone: nn.Module) -> None:
+    """To 1e-6 of the size of each tensor: float32, summed in another order. (Small inputs make weights of 45.)"""
+    for name, weight in alone.state_dict().items():
+        assert (found[name] - weight).norm() <= 1e-6 * weight.norm()
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "wrapped"),
     [
@@ -94,15 +100,13 @@ def test_ranks_agree_with_each_other_and_with_one_process(kind: str, ranks: int,
     first, *others = run(ranks, kind, tmp_path, wrapped=wrapped)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
-    for name, weight in one_process(kind).state_dict().items():
-        torch.testing.assert_close(first[name], weight, rtol=1e-5, atol=1e-6)  # float32, summed in another order
+    assert_same_weights(first, one_process(kind))
 
 
 def test_the_spread_between_ranks_is_that_between_passes(tmp_path: Path) -> None:
     first, second = run(2, "passes", tmp_path, wrapped=True)
-    for name, weight in in_passes(2).state_dict().items():
-        assert torch.equal(first[name], second[name])
-        torch.testing.assert_close(first[name], weight, rtol=1e-5, atol=1e-6)  # float32, summed in another order
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_same_weights(first, in_passes(2))
 
 
 def test_a_bad_batch_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
