@@ -4,7 +4,7 @@ Where the host is what a step waits for, to start a kernel is what costs. So her
 and how to start it is decided once, as long as the layer is used in the same way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,37 +34,31 @@ class Alone:
 
     Args:
         total: only the total of Σ c² is asked for.
+        parameters: all that there may be, by name.
     """
 
-    def __init__(self, total: bool) -> None:
-        self.total = total
+    def __init__(self, total: bool, parameters: Mapping[str, Tensor]) -> None:
+        self.total, self.parameters = total, parameters
         self._ways: dict[tuple[str, ...], Way] = {}  # by the names of the parameters
         self._rows: dict[torch.device, int] = {}  # of all tables that are taken
         self._tables: dict[tuple[torch.device, int], Tensor] = {}  # parts of totals; those of a pass
         self._entered: list[Way] = []
         self._found: dict[str, Tensor] = {}
 
-    def add(
-        self,
-        operation: Operation,
-        names: dict[str, str],
-        tensors: tuple[Tensor, ...],
-        some: Some,
-        parameters: Sequence[Tensor],
-    ) -> bool:
-        """Enter what a layer's sample adds to `parameters`, in the order of `names`; False: no kernel can.
+    def add(self, operation: Operation, names: dict[str, str], tensors: tuple[Tensor, ...], some: Some) -> bool:
+        """Enter what a layer's sample adds to parameters, role -> name; False: no kernel can.
 
         `tensors`: the gradient of the layer's output and what was kept of its input, of all samples.
         """
         if len(tensors) == 1:  # the weight is frozen, and nothing was kept
             return False
         dy, x = tensors[:2]
-        formats = () if self.total else tuple(parameter.stride() for parameter in parameters)
-        given = operation.kind, some, dy.dtype, dy.shape, dy.stride(), x.dtype, x.shape, x.stride(), dy.device, formats
-        key = *names, *names.values()
-        way = self._ways.get(key)
+        of = tuple(names.values())
+        layouts = None if self.total else [self.parameters[name].stride() for name in of]
+        given = operation.kind, some, dy.shape, dy.stride(), x.shape, x.stride(), dy.dtype, x.dtype, dy.device, layouts
+        way = self._ways.get(of)
         if way is None or way.given != given:
-            way = self._ways[key] = self._way(given, operation, names, tensors, some, parameters)
+            way = self._ways[of] = self._way(given, operation, names, tensors, some)
         plan = way.plan
         if plan is None or (dy.data_ptr() | x.data_ptr()) % 16:  # as Triton takes what torch allocates to lie
             return False
@@ -75,11 +69,11 @@ class Alone:
             started = plan.start(tensors, table, table)
             self._entered.append(way)
         else:
-            made = [torch.empty_like(parameter, dtype=torch.float32) for parameter in parameters]
+            made = [torch.empty_like(self.parameters[name], dtype=torch.float32) for name in of]
             started = plan.start(tensors, made[0], made[-1])
-            self._found.update(zip(names.values(), made, strict=True))
+            self._found.update(zip(of, made, strict=True))
         if not started:  # nor was any before, so that there is nothing else to be lost
-            self._ways[key] = way._replace(plan=None)
+            self._ways[of] = way._replace(plan=None)
             self.clear()
         return started
 
@@ -97,21 +91,15 @@ class Alone:
         self._tables, self._entered, self._found = {}, [], {}
 
     def _way(
-        self,
-        given: Any,
-        operation: Operation,
-        names: dict[str, str],
-        tensors: tuple[Tensor, ...],
-        some: Some,
-        parameters: Sequence[Tensor],
+        self, given: Any, operation: Operation, names: dict[str, str], tensors: tuple[Tensor, ...], some: Some
     ) -> Way:
-        known, device = self._ways.get((*names, *names.values())), tensors[0].device
+        known, device = self._ways.get(tuple(names.values())), tensors[0].device
         table, rows = (known.table, known.rows) if known and known.table[0] == device else self._take(device, names)
         if some.number > 1 or not available(device):
             return Way(given, None, table, rows)
         from autoopt.moments import one
 
-        strides = {role: _strides(parameter) for role, parameter in zip(names, parameters, strict=True)}
+        strides = {role: _strides(self.parameters[name]) for role, name in names.items()}
         rows_of_totals = list(rows.values()) if self.total else None
         plan = one.plan(operation, tensors, some.rows.start, some.share, strides, rows_of_totals)
         return Way(given, plan, table, rows)

@@ -59,6 +59,8 @@ class Capture(Source):
     @exact.setter
     def exact(self, exact: bool) -> None:
         self.ledger.sampler.exact = exact
+        for site in self.sites.values():
+            site.usual = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

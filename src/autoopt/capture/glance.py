@@ -7,12 +7,11 @@ remains for the other layers if all samples are asked for, for compiled passes a
 (checkpoints, offloading) want nothing to be kept.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from autoopt.capture.aside import recording
 from autoopt.capture.current import lowered
@@ -24,28 +23,64 @@ from autoopt.moments.operation import owned
 ALL = Some(slice(None), 0, 1.0)  # of the samples
 
 
+class Usual(NamedTuple):
+    """A layer as it was looked at last: if it is like that again, little has to be asked."""
+
+    some: Some
+    shape: torch.Size  # of the input
+    dtype: torch.dtype
+    parameters: tuple[tuple[str, nn.Parameter], ...]  # role -> what is observed
+
+
 class Glance:
     """One use of a layer, called with the gradients of what its operation gave: of its output, and of nothing else.
 
     It is a hook on the node, not on the output: there the hooks of others have done to the gradient what they do.
+
+    Args:
+        operation: that of the layer.
+        site: the layer's.
+        kept: what its operation kept for the weight, if that trains.
+        samples: N.
+        some: those to look at.
+        shape: of the output, where the node is that of a tensor of which it is a view.
     """
 
+    __slots__ = ("__weakref__", "kept", "operation", "outer", "samples", "shape", "site", "some", "spent")
     part, fold = "", 1
 
-    def __init__(self, operation: Operation, site: Site, kept: tuple[Tensor, ...], samples: int, some: Some) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        site: Site,
+        kept: tuple[Tensor, ...],
+        samples: int,
+        some: Some,
+        shape: torch.Size | None,
+    ) -> None:
         self.operation, self.site, self.kept, self.samples, self.some = operation, site, kept, samples, some
-        self.outer, self.spent = -1, False
+        self.shape = shape
         site.opened(self)
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         dy = gradients[0]
         if dy is None:
             return
+        if self.shape is not None:
+            dy = dy.reshape(self.shape)
+        site = self.site
+        if not (self.spent or site.repeated or self.some is ALL or self.outer != -1):
+            ledger = site.ledger
+            if ledger.as_usual(site.names, site.layer._parameters, self.samples):
+                site.looked(self, ledger.current.graph)
+                kept, self.kept = self.kept, ()
+                self._look_at_some(site.names, dy, kept, early=False)
+                return
         try:
             self._take(dy)
         except Exception:
             if recording(dy.device):  # else the graph, which ends here, would complain of the branches instead
-                self.site.ledger.aside.join()
+                site.ledger.aside.join()
             raise
 
     def _take(self, dy: Tensor) -> None:
@@ -74,13 +109,15 @@ class Glance:
         look = self._look_at_all if self.some is ALL else self._look_at_some
         if recording(dy.device):
             ledger.aside.do(lambda: look(names, dy, kept, early=True), dy, *kept)
-        else:
-            look(names, dy, kept, early=False)
+            return
+        look(names, dy, kept, early=False)
+        if self.outer == -1:
+            ledger.smooth(graph)
 
     def _look_at_some(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
         """Have a kernel do so at once, or set them apart from the others, which are freed as the pass goes on."""
         rows, site = self.some.rows, self.site
-        if site.ledger.look_alone(self.operation, names, (dy, *kept), self.some):
+        if site.ledger.one.add(self.operation, names, (dy, *kept), self.some):
             return
         parts = self.operation.select(kept, rows) if "weight" in names else ()
         seen: list[Tensor] = []
@@ -115,14 +152,46 @@ class Glance:
 
 def suits(site: Site, operation: Operation, x: Tensor, batch: Tensor) -> Some | None:
     """The samples to look at, if a glance at them will do. `batch` is the input x with the samples in front."""
-    if torch.compiler.is_compiling() or site.eager or site.axis or site.folded or site.strided or site.ledger.gathered:
+    if torch.compiler.is_compiling():
+        return None
+    site.usual = None
+    if site.eager or site.axis or site.folded or site.strided or site.ledger.gathered:
         return None
     if site.replaced() or _packed() or (batch is not x and batch.dim() > x.dim()):  # which `Observe` sees to
         return None
-    if operation.keeps_input and not operation.forms(batch):
-        return ALL
     weight = site.layer._parameters.get("weight")
-    return None if weight is None else site.ledger.sampler.of(operation, batch, weight)
+    if operation.keeps_input and not operation.forms(batch):
+        some: Some | None = ALL
+    else:
+        some = None if weight is None else site.ledger.sampler.of(operation, batch, weight)
+    if some is not None and site.known:
+        parameters = tuple([(role, site.parameter(role)) for role in site.names])
+        site.usual = Usual(some, x.shape, x.dtype, parameters)
+    return some
+
+
+def as_usual(site: Site, x: Tensor) -> Some | None:
+    """The samples to look at, if the layer is used as it was last; None: all has to be asked anew.
+
+    In one place and without a call, where it can be: with many small layers this is what a forward pass waits for.
+    """
+    if torch.compiler.is_compiling():  # first, as what follows is not to be traced
+        return None
+    usual: Usual | None = site.usual
+    if usual is None or x.shape != usual.shape or x.dtype != usual.dtype or not torch.is_grad_enabled():
+        return None
+    current = site.current
+    if current.watch is not None or current.resting or forward_ad._current_level >= 0 or site.ledger.gathered:
+        return None
+    if site.repeated or site.axis or site.fold != 1 or site.folded or site.strided or site.routed:
+        return None
+    if torch._C._get_tracing_state() or torch._C._functorch.maybe_current_level() is not None or _packed():
+        return None
+    own = site.layer._parameters
+    for role, parameter in usual.parameters:
+        if own.get(role) is not parameter or not parameter.requires_grad:
+            return None
+    return usual.some
 
 
 def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) -> Tensor:
@@ -141,22 +210,16 @@ def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) 
         return output
     # Detached: what leads back to the node must not be held by a hook of it.
     kept = tuple([tensor.detach() for tensor in kept]) if site.held("weight").requires_grad else ()
-    look: Callable[..., None] = Glance(operation, site, kept, batch.shape[0], some)
-    base = output._base
-    if base is not None and base.is_contiguous() and output.is_contiguous() and base.numel() == output.numel():
-        look = functools.partial(_reshaped, look, output.shape)
-    elif base is not None:
-        output, base = owned(output), None
+    base, shape = output._base, None
+    if base is not None:
+        if base.is_contiguous() and output.is_contiguous() and base.numel() == output.numel():
+            shape = output.shape
+        else:
+            output, base = owned(output), None
     # A view that is changed in place gets another node, and the hook would be lost; its base keeps that of before.
     node: Any = (output if base is None else base).grad_fn
-    node.register_prehook(look)
+    node.register_prehook(Glance(operation, site, kept, batch.shape[0], some, shape))
     return output
-
-
-def _reshaped(look: Callable[..., None], shape: torch.Size, gradients: tuple[Tensor | None, ...]) -> None:
-    """A glance at the gradient of an output that is a view, where that of its base arrives."""
-    dy = gradients[0]
-    look((None if dy is None else dy.reshape(shape),))
 
 
 def _packed() -> bool:

@@ -7,7 +7,7 @@ added up, squared and forgotten.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,11 @@ class Ledger:
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._whole: dict[str, Tensor] = {}  # Σ_i c_i² in this pass of those of which all samples were looked at
-        self._few, self._one = Few(total), Alone(total)
+        self._few, self.one = Few(total), Alone(total, self.parameters)
         current.cleared = self._cleared
         self._begun: tuple[int, bool] = (-1, False)  # for the pass of that number, what `begins` found
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
+        self._smooth = -1  # the pass in which a layer may be looked at `as_usual`
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
         """Have an account for a parameter, in the place of another of that name that the model no longer has."""
@@ -108,13 +109,37 @@ class Ledger:
             self._alone(name, graph)
         self._rows = samples
 
+    def smooth(self, graph: int) -> None:
+        """A layer was looked at in the pass of that number: of the pass itself nothing more is to be asked, as a rule."""
+        if self.begins(graph) and self.reach.trusts(graph):
+            self._smooth = graph
+
+    def as_usual(self, names: Mapping[str, str], parameters: Mapping[str, nn.Parameter | None], samples: int) -> bool:
+        """Say that one of the looks will follow, as `check` of a site and `open` do, in a pass that is smooth.
+
+        False: something may be otherwise, and nothing was said.
+        """
+        graph = self._smooth
+        if graph != torch._C._current_graph_task_id() or graph != self.current.graph or samples != self.current.samples:
+            return False
+        squared, uses = self._squared, self._uses
+        done = self.besides.done if self.current.group is None else names.values()
+        found = []
+        for role, name in names.items():
+            parameter = parameters.get(role)
+            if parameter is None or not parameter.requires_grad:
+                return False
+            if squared.get(name) == graph or name in uses or name not in done:
+                return False
+            found.append((name, parameter))
+        for name, parameter in found:
+            squared[name] = graph
+            self.reach.taken[name] = parameter
+        return True
+
     def look_whole(self, name: str, square: Tensor) -> None:
         """Enter Σ_i c_i² of such a parameter."""
         self._whole[name] = square
-
-    def look_alone(self, operation: Operation, names: dict[str, str], tensors: tuple[Tensor, ...], some: Some) -> bool:
-        """Enter a layer by one sample, which a kernel looks at, if one can."""
-        return self._one.add(operation, names, tensors, some, [self.parameters[name] for name in names.values()])
 
     def look(self, look: Look, some: Some, *, early: bool) -> None:
         """Enter a layer of which `some` samples are looked at; `early`: what can be done before the pass ends is."""
@@ -160,7 +185,7 @@ class Ledger:
                 self.audit.check(uses, self._rows, self.parameters)
             for name, entered in uses.items():
                 self.book(name, self._rows, self.second_moment(entered, self._rows, self.parameters[name]))
-            looked = self._few.squares() | self._one.squares() | self._whole
+            looked = self._few.squares() | self.one.squares() | self._whole
             self._whole, missed = {}, self.reach.missed()
             for name, square in looked.items():
                 if name not in missed:
@@ -184,7 +209,7 @@ class Ledger:
         self._uses = {}
         self.aside.drop()
         self._few.clear()
-        self._one.clear()
+        self.one.clear()
         self._whole = {}
         self.audit.drop()
 

@@ -29,6 +29,10 @@ def observed(plain: type[Any]) -> type[nn.Module]:
 
     def forward(self: nn.Module, input: Tensor, *more: Any, **options: Any) -> Any:  # noqa: A002 - the layers' own name
         site: Site | None = self.__dict__.get(SITE)
+        if site is not None and not (more or options) and (some := glance.as_usual(site, input)) is not None:
+            site.current.group = active_group() or site.current.group
+            operation, batch = site.prepare(self, input)
+            return glance.run(site, operation, input, batch, some)
         if site is None or site.current.resting or not observable() or not site.trains():
             return plain.forward(self, input, *more, **options)
         watch = site.current.watch

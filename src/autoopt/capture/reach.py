@@ -23,7 +23,7 @@ class Reach:
     def __init__(self) -> None:
         self._asked: tuple[int, dict[nn.Parameter, bool]] = (-1, {})  # autograd's number for a pass, and what it said
         self._trusted = -1  # the pass that is taken to add to all
-        self._taken: dict[str, nn.Parameter] = {}  # those that were
+        self.taken: dict[str, nn.Parameter] = {}  # those that were
 
     def adds_to(self, parameter: nn.Parameter) -> bool:
         """Whether the pass that runs this adds to the parameter's gradient, by autograd's word."""
@@ -43,17 +43,21 @@ class Reach:
             if parameter.requires_grad and (trusted or self.adds_to(parameter)):
                 found[role] = name
                 if trusted:
-                    self._taken[name] = parameter
+                    self.taken[name] = parameter
         return found
 
     def trust(self) -> None:
         """The pass that runs this adds to something, and before it there was no gradient."""
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._trusted, self._taken = torch._C._current_graph_task_id(), {}
+            self._trusted, self.taken = torch._C._current_graph_task_id(), {}
+
+    def trusts(self, graph: int) -> bool:
+        """Whether the pass of that number is taken to add to all."""
+        return graph == self._trusted
 
     def missed(self) -> set[str]:
         """At the end of the pass: the names of those that it did not add to after all."""
-        taken, self._taken = self._taken, {}
+        taken, self.taken = self.taken, {}
         return {name for name, parameter in taken.items() if parameter.grad is None}
 
 

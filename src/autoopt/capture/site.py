@@ -49,6 +49,7 @@ class Site:
         self.origins: dict[str, list[nn.Parameter]] = {}  # role of a computed tensor -> what it is computed from
         self.lent = False  # some of the origins belong to other layers' tensors too
         self.repeated = False  # from when the layer is first seen to be used more than once
+        self.usual: Any = None  # how it was looked at last, see `glance`
         self._looks = inputs.LOOKS if inputs.weights_of(layer) else 0  # at its inputs that are left
         self._waiting: dict[str, weakref.ref[Any]] = {}  # part of a call -> its last use that had no backward pass yet
         self._entered = -1  # the backward pass that last used a shadow
@@ -60,6 +61,7 @@ class Site:
 
     def observe(self, role: str, name: str, *, shared: bool) -> None:
         """Report on the parameter that has this role; `shared`: other layers hold it too."""
+        self.usual = None
         self.names[role] = name
         if shared:
             self.shadows.pop(role, None)
@@ -68,6 +70,7 @@ class Site:
 
     def derive(self, role: str, origin: nn.Parameter, *, shared: bool) -> None:
         """Report on a parameter that the tensor in this role is computed from."""
+        self.usual = None
         origins = self.origins.setdefault(role, [])
         if all(origin is not known for known in origins):
             origins.append(origin)
@@ -153,6 +156,12 @@ class Site:
             name = self.names.get(role)
             if size is not None and name is not None:
                 noted[name] = torch.where(size > 0, size, noted[name]) if name in noted else size
+
+    @property
+    def known(self) -> bool:
+        """Whether nothing is left to be learned of where its samples lie, and how large its inputs are."""
+        entrance = self.current.entrance
+        return not self._looks and (entrance is None or self.name in entrance.known)
 
     def takes_rows(self) -> bool:
         """Whether the layer may be given rows of any number, in any order."""
@@ -277,6 +286,11 @@ class Site:
                 if self.adds_to(role):
                     self.ledger.begin(self.names[role])
         return graph
+
+    def looked(self, ctx: Any, graph: int) -> None:
+        """What `check` leaves, in a pass of which all was asked at another layer."""
+        self.closed(ctx)
+        ctx.spent, self._entered = True, graph
 
     def compares(self, role: str) -> bool:
         """Whether what the layer adds to the parameter of this role is to be held against its gradient."""

@@ -157,18 +157,20 @@ class Plan:
     def __init__(self, kernel: Any, programs: int, order: Sequence[int], numbers: Sequence[Any], warps: int) -> None:
         self.kernel, self.grid, self.numbers, self.warps = kernel, (programs, 1, 1), numbers, warps
         self.pick = operator.itemgetter(*order)  # what the kernel takes, of the tensors of a use
-        self.chosen = None
+        self.again: Any = None  # starts the kernel that Triton chose; None where an interpreter runs it
 
     def start(self, tensors: Sequence[Tensor], weight: Tensor, bias: Tensor) -> bool:
         """Have the kernel write to these; False: no kernel can be built here."""
-        arguments = *self.pick(tensors), weight, bias, *self.numbers
-        if self.chosen is not None:
-            self.chosen[self.grid](*arguments)
+        if self.again is not None:
+            addresses = [tensor.data_ptr() for tensor in tensors]  # which Triton does not look up at the driver
+            self.again(*self.pick(addresses), weight.data_ptr(), bias.data_ptr(), *self.numbers)
             return True
-        started = built(lambda: [self.kernel[self.grid](*arguments, num_warps=self.warps)])
-        if started is None:
+        arguments = *self.pick(tensors), weight, bias, *self.numbers
+        chosen = built(lambda: [self.kernel[self.grid](*arguments, num_warps=self.warps)])
+        if chosen is None:
             return False
-        (self.chosen,) = started  # None: an interpreter runs it
+        if chosen[0] is not None:
+            self.again = chosen[0][self.grid]
         return True
 
 
