@@ -95,7 +95,7 @@ def test_a_compiled_model_that_is_called_twice_is_refused() -> None:
     capture = attach(model)
     fast = compiled(model, fullgraph=True)
     a, b = floats(D)()[0], floats(D)()[0]
-    with pytest.raises(RuntimeError, match="layer '0' was used 2 times"):
+    with pytest.raises(RuntimeError, match=r"layer '[02]' was used 2 times"):
         (fast(a) * fast(b)).sum().backward()
     capture.detach()
 

@@ -6,7 +6,7 @@ they are, in-place activations keep working, and a copy or pickle of an attached
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ class Capture(Source):
         self.bare = Bare(model, self.ledger, self.sites)
         self.current.entrance = Entrance(model, self.sites, self.current)
         self.current.entrance.under, self.current.entrance.watched = self.bare.run, self.bare.has_to_watch
-        self.direct: dict[str, tuple[Site, str]] = {}  # name of a parameter with a shadow -> where it is, its role
         self._compiled = Compiled()
         self._modules: list[Any] = []  # those that fully_shard was applied to
         self._handles: list[Any] = []
@@ -87,8 +86,6 @@ class Capture(Source):
                     site.derive(holder.role, parameter, shared=len(found) > 1)
                 else:
                     site.observe(holder.role, name, shared=len(found) > 1)
-            if len(found) == 1 and rule_of(found[0]) and found[0].role in self.sites[found[0].path].shadows:
-                self.direct[name] = self.sites[found[0].path], found[0].role
         if parameters:  # a model that is a layer itself has its site by now
             self.bare.look()
         self.current.entrance.watch()
@@ -125,6 +122,9 @@ class Capture(Source):
         """Σ_i c_i² of a parameter since the last clear, elementwise or in total; None where nothing was observed."""
         return self.ledger.squares.get(name)
 
+    def second_moments(self, names: Sequence[str]) -> list[Tensor | None]:
+        return list(map(self.ledger.squares.get, names))
+
     def samples(self, name: str) -> Tensor | int:
         """N behind `second_moment`: a 0-dim tensor on the device where compiled passes were counted."""
         return self.ledger.samples.get(name, 0)
@@ -140,7 +140,7 @@ class Capture(Source):
         elif "torch.distributed.fsdp" in sys.modules:
             sharded.refuse_late(self.model, self.parameters)
         self.ledger.settle()
-        self._book_shadows([site for site in self.sites.values() if site.holds])
+        self._book_shadows(list(self.ledger.holding))
         self.ledger.besides.check(self.current.graph, self.ledger.squares, self.ledger.samples, self.parameters)
         if self.sharded:  # the gradients of accumulated passes need not be there yet: set_requires_gradient_sync(False)
             absent = [name for name, parameter in self.parameters.items() if parameter.grad is None]
@@ -151,11 +151,10 @@ class Capture(Source):
     def _book_shadows(self, sites: list[Site]) -> None:
         """Move what the shadows hold to the ledger, so that a step, which may be compiled, has no leaf to clear."""
         self.current.gathered += self._compiled.samples(sites)
-        for name, (site, role) in self.direct.items() if sites else ():
-            square = site.shadows[role].grad
-            if square is not None:
-                self.ledger.book(name, site.counted, square)
         for site in sites:
+            for role, shadow in site.shadows.items():
+                if shadow.grad is not None:
+                    self.ledger.book(site.names[role], site.counted, shadow.grad)
             site.clear()
 
     def lost(self) -> str | None:
@@ -168,7 +167,7 @@ class Capture(Source):
         super().clear()
         self.ledger.clear()
         if not torch.compiler.is_compiling():  # what a pass that did not come to its end has left, and no step follows
-            for site in self.sites.values():
+            for site in list(self.ledger.holding):
                 site.clear()
 
     def detach(self) -> None:

@@ -1,6 +1,5 @@
 """The backward pass that is under way."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,21 +87,6 @@ class Pass:
         if graph != self.queued:
             self.queued = graph
             torch.autograd.Variable._execution_engine.queue_callback(self.ended)
-
-    def arrival(self) -> Callable[[Tensor], None]:
-        """A hook for a leaf that statistics arrive at; also in a compiled backward pass, which does not call `enter`.
-
-        It holds the pass weakly: Python's collector does not see through a tensor's hooks, so that a strong reference
-        would keep the model and the process group for ever.
-        """
-        reference = weakref.ref(self)
-
-        def arrived(leaf: Tensor) -> None:
-            current = reference()
-            if current is not None:
-                current.due()
-
-        return arrived
 
     def enter(self, name: str, samples: int, outer: int = -1) -> int:
         """A layer's or a parameter's backward begins, with so many samples. Returns autograd's number for the pass.

@@ -85,7 +85,7 @@ class Observe(torch.autograd.Function):
                 count = torch.full((), rows, dtype=torch.float32, device=dy.device)
                 counts = torch.stack([count, torch.ones_like(count)])
             elif adds:
-                site.rows += rows
+                site.holds(rows)
         return (
             None, None, None, dx, dw if needs_weight else None, db if needs_bias else None,
             counts, w2 if observes_weight else None, b2 if observes_bias else None,

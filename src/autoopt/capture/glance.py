@@ -48,6 +48,8 @@ class Glance:
 
     __slots__ = ("__weakref__", "kept", "operation", "outer", "samples", "shape", "site", "some", "spent")
     part, fold = "", 1
+    outer: int  # set by `Site.opened`, as is `spent`
+    spent: bool
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from autoopt.capture.audit import Audit, Besides
 from autoopt.capture.current import Pass
 from autoopt.capture.reach import Reach
 from autoopt.capture.sampled import Few, Look, Sampler, Some, squared
-from autoopt.moments import Contributions, Operation, Product, chunk, joined, precision, wide
+from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
 
 
 class Ledger:
@@ -41,6 +41,7 @@ class Ledger:
         self.squares: dict[str, Tensor] = {}  # Σ_i c_i² since the last clear, elementwise or in total
         self.samples: dict[str, Tensor | int] = {}  # N behind it, on the device where compiled passes were counted
         self.audit, self.besides, self.aside, self.reach = Audit(), Besides(), Aside(), Reach()
+        self.holding: dict[Any, None] = {}  # the sites to whose leaves something came, which `Capture` books
         self._uses: dict[str, list[Contributions]] = {}
         self._graph, self._rows = -1, 0  # the pass that they belong to, by autograd's number, and its N
         self._whole: dict[str, Tensor] = {}  # Σ_i c_i² in this pass of those of which all samples were looked at
@@ -110,7 +111,7 @@ class Ledger:
         self._rows = samples
 
     def smooth(self, graph: int) -> None:
-        """A layer was looked at in the pass of that number: of the pass itself nothing more is to be asked, as a rule."""
+        """A layer was looked at in the pass of that number: of the pass itself no more is to be asked, as a rule."""
         if self.begins(graph) and self.reach.trusts(graph):
             self._smooth = graph
 

@@ -1,6 +1,7 @@
 """One observed layer: its shadow leaves, its uses, and the checks that keep what they hold exact."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -246,7 +247,7 @@ class Site:
         leaf = torch.zeros((), dtype=precision(parameter), device=parameter.device)
         self.shadows[role] = leaf.expand(() if self.total else parameter.shape).requires_grad_()  # one number of memory
         self.counts = torch.zeros(2, device=parameter.device).requires_grad_()
-        self.counts.register_post_accumulate_grad_hook(self.current.arrival())
+        self.counts.register_post_accumulate_grad_hook(_arrival(weakref.ref(self)))
         return self.shadows[role]
 
     # The backward pass.
@@ -319,18 +320,35 @@ class Site:
         else:
             self.ledger.add(self.names[role], samples, contributions, ctx.outer)
 
-    @property
-    def holds(self) -> bool:
-        """Whether something came to the leaves."""
-        return self.rows > 0 or self.counts.grad is not None
+    def holds(self, rows: int) -> None:
+        """Of so many samples of an eager pass something comes to the leaves."""
+        self.rows += rows
+        self.ledger.holding[self] = None
 
     def clear(self) -> None:
         """Forget the statistics gathered so far."""
-        if not self.holds:
+        if self not in self.ledger.holding:
             return
+        del self.ledger.holding[self]
         self.rows = 0
         for leaf in (self.counts, *self.shadows.values()):
             leaf.grad = None
+
+
+def _arrival(reference: "weakref.ref[Site]") -> Callable[[Tensor], None]:
+    """A hook for the leaf that counts, in a compiled backward pass, which does not call `check`.
+
+    It holds the site weakly: Python's collector does not see through a tensor's hooks, so that a strong reference would
+    keep the model and the process group for ever.
+    """
+
+    def arrived(leaf: Tensor) -> None:
+        site = reference()
+        if site is not None:
+            site.ledger.holding[site] = None
+            site.current.due()
+
+    return arrived
 
 
 def folded(contributions: Contributions, fold: int) -> Contributions:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,17 @@ from torch import Tensor, nn
 from autoopt.capture import sharded
 from autoopt.capture.current import Pass
 from autoopt.capture.distributed import total
-from autoopt.moments import wide
+from autoopt.capture.lengths import Lengths
+from autoopt.moments.building import uploaded
+
+PATTERNS = 64  # of missing gradients to remember
+
+
+class Sizes(NamedTuple):
+    """|g| of some parameters."""
+
+    names: list[str]
+    lengths: Tensor
 
 
 class Source(ABC):
@@ -19,7 +30,10 @@ class Source(ABC):
         self.model = model  # that owns the parameters, if it is known
         self.sharded = False  # whether each rank holds only some rows of the parameters
         self.current = Pass(self._ended)
-        self.sizes: dict[str, Tensor] = {}  # |g| of each parameter as the last backward pass left it
+        self.sizes: dict[torch.device, Sizes] = {}  # |g| as the last backward pass left it
+        self._found: dict[torch.device, Sizes] | None = None  # as the step that is under way finds it
+        self._taking: dict[tuple[str, ...], Lengths] = {}  # those of some parameters' gradients
+        self._places: dict[Any, Tensor] = {}  # of some parameters among others
 
     @property
     @abstractmethod
@@ -33,6 +47,10 @@ class Source(ABC):
     @abstractmethod
     def second_moment(self, name: str) -> Tensor | None:
         """Σ c² of a parameter since the last clear, elementwise or in total; None where it was missed."""
+
+    def second_moments(self, names: Sequence[str]) -> list[Tensor | None]:
+        """That of several."""
+        return [self.second_moment(name) for name in names]
 
     @abstractmethod
     def samples(self, name: str) -> Tensor | int:
@@ -52,7 +70,7 @@ class Source(ABC):
         self.current.gathered, self.current.unfinished, self.current.blank = 0, False, False
         self.current.failed, self.current.left = False, None
         self.current.withheld.clear()
-        self.sizes = {}
+        self.sizes, self._found = {}, None
 
     # Ranks.
 
@@ -79,23 +97,63 @@ class Source(ABC):
     @torch.no_grad()
     def _measure(self) -> None:
         """Note the sizes of the gradients, so that `changed` can tell what is done to them."""
-        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None and not p.grad.is_sparse}
-        here = map(sharded.local, gradients.values()) if self.sharded else gradients.values()
-        self.sizes = dict(zip(gradients, _sizes(list(here)), strict=True))
+        self.sizes, self._found = self._sized(), None
 
-    def changed(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """|g| of each gradient now and as the backward pass left it, (tensors, 2); None where there was none."""
-        if not self.sizes and not self.sharded:
+    def _sized(self) -> dict[torch.device, Sizes]:
+        """|g| of each parameter that has a gradient, by the device that it is on."""
+        listed: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is None or gradient.is_sparse:
+                continue
+            here = sharded.local(gradient) if self.sharded else gradient
+            device = here.device
+            if device not in listed:
+                listed[device] = [], []
+            names, gradients = listed[device]
+            names.append(name)
+            gradients.append(here)
+        return {device: Sizes(names, self._lengths(names)(tensors)) for device, (names, tensors) in listed.items()}
+
+    def _lengths(self, names: list[str]) -> Lengths:
+        """What takes those of these parameters' gradients."""
+        key = tuple(names)
+        if key not in self._taking:
+            if len(self._taking) == PATTERNS:
+                self._taking.clear()
+            self._taking[key] = Lengths()
+        return self._taking[key]
+
+    def changed(self, names: list[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """|g| of each gradient now and as the backward pass left it, (tensors, 2); None where there was none.
+
+        All are on one device.
+        """
+        given = next((gradient for gradient in gradients if gradient is not None), None)
+        if given is None or not (self.sizes or self.sharded):
             return None
-        present = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-        if not present:
-            return None
-        sizes = _sizes(list(present.values()))
-        found, before = dict(zip(present, sizes, strict=True)), self.sizes
-        if len(found.keys() & before.keys()) < len(names):  # of some nothing is known
-            ones = dict.fromkeys(names, torch.ones_like(sizes[0]))
-            found, before = {**ones, **found}, {**ones, **before}
-        return torch.stack([known[name] for name in names for known in (found, before)]).view(-1, 2)
+        if self._found is None:
+            self._found = self._sized()
+        now, before = self._found.get(given.device), self.sizes.get(given.device)
+        if now is not None and before is not None and now.names == before.names:
+            lengths = torch.stack([now.lengths, before.lengths], 1)
+            return lengths if names == now.names else self._rows(lengths, now.names, names)
+        one = given.new_ones(())
+        found = [{} if known is None else dict(zip(known.names, known.lengths, strict=True)) for known in (now, before)]
+        return torch.stack([known.get(name, one) for name in names for known in found]).view(-1, 2)
+
+    def _rows(self, lengths: Tensor, names: list[str], wanted: list[str]) -> Tensor:
+        """The rows of `names` in another order; ones for those that are not there."""
+        key = tuple(names), tuple(wanted)
+        places = self._places.get(key)
+        if places is None or places.device != lengths.device:
+            place = {name: number for number, name in enumerate(names)}
+            places = uploaded([place.get(name, len(names)) for name in wanted], lengths.device)
+            if not torch.compiler.is_compiling():
+                if len(self._places) == PATTERNS:
+                    self._places.clear()
+                self._places[key] = places
+        return torch.cat([lengths, torch.ones_like(lengths[:1])])[places]
 
     def factors(self, changed: Tensor) -> Tensor:
         """The factor that each gradient was multiplied by since the backward pass: clipping, a GradScaler.
@@ -110,8 +168,3 @@ class Source(ABC):
             now, before, touched = self.over_ranks(parts).sqrt()
             now = torch.where(touched > 0, now, before)  # two sums may be taken in two orders
         return torch.where(before > 0, now / before, 1.0)
-
-
-def _sizes(gradients: list[Tensor]) -> list[Tensor]:
-    """|g| of each, in one operation and in the precision that the step squares them in."""
-    return list(torch._foreach_norm([wide(gradient) for gradient in gradients])) if gradients else []

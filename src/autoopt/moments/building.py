@@ -1,12 +1,16 @@
-"""Whether Triton's kernels can be built here: it needs a GPU and a C compiler, which is known when one was built."""
+"""Whether Triton's kernels can be built here: it needs a GPU and a C compiler, which is known when one was built.
+
+And the tables that they go by.
+"""
 
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 ENABLED = os.environ.get("AUTOOPT_FUSED") != "0" and importlib.util.find_spec("triton") is not None
@@ -36,3 +40,13 @@ def built(start: Callable[[], T]) -> T | None:
         return None
     _built[:] = [True]
     return found
+
+
+def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """A table on the device, without waiting for it."""
+    return pinned(numbers, device).to(device, non_blocking=True)
+
+
+def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """A table on the host, from where a GPU can take it by itself."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")

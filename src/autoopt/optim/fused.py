@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoopt.capture.aside import recording
-from autoopt.moments.building import available, built
+from autoopt.moments.building import available, built, pinned, uploaded
 from autoopt.moments.operation import alike
 from autoopt.optim.bucket import AVERAGE, ENLARGED, HELD, ROW, STATISTICS, Bucket
 
@@ -206,16 +206,21 @@ class Operand:
 
     def __init__(self, bucket: Bucket, name: str, tensors: Sequence[Tensor | None]) -> None:
         self.tensors = tensors
-        self.flat = [_in_place(*each) for each in zip(tensors, bucket.places, strict=True)]
+        self.flat = [
+            tensor
+            if tensor is not None and tensor.dtype == torch.float32 and tensor.stride() == place[1]  # as a rule
+            else _in_place(tensor, place)
+            for tensor, place in zip(tensors, bucket.places, strict=True)
+        ]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.flat]
         known, self.table, self.aligned = bucket.tables.get(name, ([], bucket.first_rows, True))
         same = known == addresses
         if not recording(bucket.device):
             if not same:
-                self.table, self.aligned = _uploaded(addresses, bucket.device), _aligned(addresses)
+                self.table, self.aligned = uploaded(addresses, bucket.device), _aligned(addresses)
                 bucket.tables[name] = addresses, self.table, self.aligned
             if name not in bucket.spares:
-                bucket.spares[name] = _pinned(addresses, bucket.device), torch.empty_like(self.table)
+                bucket.spares[name] = pinned(addresses, bucket.device), torch.empty_like(self.table)
         elif not (same and self._lasts(bucket)):
             if name in bucket.spares:
                 host, self.table = spare = bucket.spares.pop(name)
@@ -244,7 +249,7 @@ def _in_place(tensor: Tensor | None, place: tuple[Any, tuple[int, ...], int]) ->
     if tensor is None:
         return None
     shape, strides, _ = place
-    if tensor.dtype == torch.float32 and (tensor.stride() == strides or alike(tensor, strides)):  # the same, as a rule
+    if tensor.dtype == torch.float32 and alike(tensor, strides):
         return tensor
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=tensor.device).copy_(tensor)
 
@@ -252,16 +257,6 @@ def _in_place(tensor: Tensor | None, place: tuple[Any, tuple[int, ...], int]) ->
 def _aligned(addresses: Sequence[int]) -> bool:
     """Whether four elements are one access, at all of them."""
     return not any(address % 16 for address in addresses)
-
-
-def _uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """A table on the device, without waiting for it."""
-    return _pinned(numbers, device).to(device, non_blocking=True)
-
-
-def _pinned(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """A table on the host, from where a GPU can take it by itself."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _metric(form: Form) -> int:

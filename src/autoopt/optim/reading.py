@@ -80,13 +80,15 @@ def read(
         form: the metric, if kernels are to do the step.
     """
     measures = not source.current.resting
-    found = [source.second_moment(name) if measures else None for name in bucket.names]
+    found = source.second_moments(bucket.names) if measures else [None] * len(bucket.names)
     blank = source.current.blank  # an empty batch; other ranks may have had samples
-    alone = not (blank and source.current.group is not None)
-    gradients = [
-        None if measures and alone and square is None and (blank or parameter in zeroed) else parameter.grad
-        for parameter, square in zip(bucket.params, found, strict=True)
-    ]
+    gradients = [parameter.grad for parameter in bucket.params]
+    if measures and any([square is None for square in found]):  # noqa: C419 - half the time of a generator
+        alone = not (blank and source.current.group is not None)
+        gradients = [
+            None if alone and square is None and (blank or parameter in zeroed) else gradient
+            for gradient, parameter, square in zip(gradients, bucket.params, found, strict=True)
+        ]
     for name, given, seen in zip(bucket.names, gradients, found, strict=True):
         if given is not None and (given.is_sparse or (measures and seen is None and not blank)):
             _refuse(name, given)
