@@ -33,7 +33,7 @@ def main(folder: Path, kills: int) -> None:
             run(folder, manifest())
             os._exit(0)
         if kill % 4 == 3:  # however slow the machine is, some get on
-            wait_for(chunks(folder) + 1, folder)
+            wait_for(chunks(folder) + 1, folder, victim)
         time.sleep(moments.uniform(0, life))
         os.kill(victim, signal.SIGKILL)
         os.waitpid(victim, 0)
@@ -45,10 +45,9 @@ def chunks(folder: Path) -> int:
     return len(list((folder / "parts").glob("*.npz")))
 
 
-def wait_for(number: int, folder: Path) -> None:
-    """Wait until so many chunks are done, a minute at most."""
-    end = time.monotonic() + 60
-    while chunks(folder) < number and time.monotonic() < end:
+def wait_for(number: int, folder: Path, victim: int) -> None:
+    """Wait until so many chunks are done, or nothing is left for the victim to do."""
+    while chunks(folder) < number and not os.waitid(os.P_PID, victim, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         time.sleep(0.001)
 
 
