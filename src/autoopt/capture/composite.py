@@ -74,9 +74,9 @@ class Composite(Site):
         if not any(map(self.adds_to, self.names)) and not any(map(self.ledger.adds_to, origins)):
             self.closed(ctx)  # autograd.grad, which counts nothing
             return -1
-        self._entered = before = self._parts.get(ctx.part, -1)
+        self.entered = before = self._parts.get(ctx.part, -1)
         graph = super().check(rows, ctx)
-        self._parts[ctx.part] = self._entered
+        self._parts[ctx.part] = self.entered
         self._sorted = graph if ctx.sorted else self._sorted
         if self._sorted == graph and (before == graph or self.shared or self.lent):
             raise RuntimeError(

@@ -44,9 +44,10 @@ class Glance:
         samples: N.
         some: those to look at.
         shape: of the output, where the node is that of a tensor of which it is a view.
+        usual: the layer is used as it was last, so that nothing is to be asked of it when the gradient arrives.
     """
 
-    __slots__ = ("__weakref__", "kept", "operation", "outer", "samples", "shape", "site", "some", "spent")
+    __slots__ = ("__weakref__", "kept", "operation", "outer", "samples", "shape", "site", "some", "spent", "usual")
     part, fold = "", 1
     outer: int  # set by `Site.opened`, as is `spent`
     spent: bool
@@ -59,10 +60,12 @@ class Glance:
         samples: int,
         some: Some,
         shape: torch.Size | None,
+        usual: bool,
     ) -> None:
         self.operation, self.site, self.kept, self.samples, self.some = operation, site, kept, samples, some
         self.shape = shape
         site.opened(self)
+        self.usual = usual and some is not ALL and self.outer == -1
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         dy = gradients[0]
@@ -71,13 +74,11 @@ class Glance:
         if self.shape is not None:
             dy = dy.reshape(self.shape)
         site = self.site
-        if not (self.spent or site.repeated or self.some is ALL or self.outer != -1):
-            ledger = site.ledger
-            if ledger.as_usual(site.names, site.layer._parameters, self.samples):
-                site.looked(self, ledger.current.graph)
-                kept, self.kept = self.kept, ()
-                self._look_at_some(site.names, dy, kept, early=False)
-                return
+        if self.usual and not (self.spent or site.repeated) and site.ledger.as_usual(site, self.samples):
+            self.spent = True
+            kept, self.kept = self.kept, ()
+            self._look_at_some(site.names, dy, kept, early=False)
+            return
         try:
             self._take(dy)
         except Exception:
@@ -166,7 +167,7 @@ def suits(site: Site, operation: Operation, x: Tensor, batch: Tensor) -> Some | 
         some: Some | None = ALL
     else:
         some = None if weight is None else site.ledger.sampler.of(operation, batch, weight)
-    if some is not None and site.known:
+    if some is not None and site.known and site.compared():
         parameters = tuple([(role, site.parameter(role)) for role in site.names])
         site.usual = Usual(some, x.shape, x.dtype, parameters)
     return some
@@ -196,8 +197,8 @@ def as_usual(site: Site, x: Tensor) -> Some | None:
     return usual.some
 
 
-def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) -> Tensor:
-    """The layer's output, on whose way back is a glance."""
+def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some, *, usual: bool) -> Tensor:
+    """The layer's output, on whose way back is a glance. `usual`: `as_usual` has said so."""
     layer: Any = site.layer
     as_it_is = batch is x
     if operation.lowers:  # what autocast would do to the input, done here, so that what is kept is what autograd keeps
@@ -220,7 +221,7 @@ def run(site: Site, operation: Operation, x: Tensor, batch: Tensor, some: Some) 
             output, base = owned(output), None
     # A view that is changed in place gets another node, and the hook would be lost; its base keeps that of before.
     node: Any = (output if base is None else base).grad_fn
-    node.register_prehook(Glance(operation, site, kept, batch.shape[0], some, shape))
+    node.register_prehook(Glance(operation, site, kept, batch.shape[0], some, shape, usual))
     return output
 
 

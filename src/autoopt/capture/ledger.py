@@ -7,8 +7,8 @@ added up, squared and forgotten.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from autoopt.capture.current import Pass
 from autoopt.capture.reach import Reach
 from autoopt.capture.sampled import Few, Look, Sampler, Some, squared
 from autoopt.moments import Contributions, Product, chunk, joined, precision, wide
+
+if TYPE_CHECKING:
+    from autoopt.capture.site import Site
 
 
 class Ledger:
@@ -50,6 +53,7 @@ class Ledger:
         self._begun: tuple[int, bool] = (-1, False)  # for the pass of that number, what `begins` found
         self._squared: dict[str, int] = {}  # name -> autograd's number of the pass that entered a square
         self._smooth = -1  # the pass in which a layer may be looked at `as_usual`
+        self._usual: list[Site] = []  # those that were, since it was last asked what was entered
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
         """Have an account for a parameter, in the place of another of that name that the model no longer has."""
@@ -115,28 +119,27 @@ class Ledger:
         if self.begins(graph) and self.reach.trusts(graph):
             self._smooth = graph
 
-    def as_usual(self, names: Mapping[str, str], parameters: Mapping[str, nn.Parameter | None], samples: int) -> bool:
+    def as_usual(self, site: "Site", samples: int) -> bool:
         """Say that one of the looks will follow, as `check` of a site and `open` do, in a pass that is smooth.
 
         False: something may be otherwise, and nothing was said.
         """
-        graph = self._smooth
-        if graph != torch._C._current_graph_task_id() or graph != self.current.graph or samples != self.current.samples:
+        graph, current, uses = self._smooth, self.current, self._uses
+        if graph != torch._C._current_graph_task_id() or graph != current.graph or samples != current.samples:
             return False
-        squared, uses = self._squared, self._uses
-        done = self.besides.done if self.current.group is None else names.values()
-        found = []
-        for role, name in names.items():
-            parameter = parameters.get(role)
-            if parameter is None or not parameter.requires_grad:
-                return False
-            if squared.get(name) == graph or name in uses or name not in done:
-                return False
-            found.append((name, parameter))
-        for name, parameter in found:
-            squared[name] = graph
-            self.reach.taken[name] = parameter
+        if site.entered == graph or (uses and not uses.keys().isdisjoint(site.names.values())):
+            return False
+        site.entered = graph
+        self._usual.append(site)
         return True
+
+    def _enter_usual(self) -> None:
+        """Note of all the parameters at once what `as_usual` let pass: this is what a backward pass waits for."""
+        usual, self._usual = self._usual, []
+        for site in usual:
+            for name in site.names.values():
+                self._alone(name, site.entered)
+                self.reach.taken[name] = self.parameters[name]
 
     def look_whole(self, name: str, square: Tensor) -> None:
         """Enter Σ_i c_i² of such a parameter."""
@@ -180,6 +183,7 @@ class Ledger:
         if self._graph != self.current.graph:  # nothing was entered in this pass, and one before it failed
             self._drop()
         self.aside.join()
+        self._enter_usual()
         uses, self._uses = self._uses, {}
         with torch.no_grad():
             if self.current.group is None:  # else the gradients are averages over ranks
@@ -187,9 +191,14 @@ class Ledger:
             for name, entered in uses.items():
                 self.book(name, self._rows, self.second_moment(entered, self._rows, self.parameters[name]))
             looked = self._few.squares() | self.one.squares() | self._whole
-            self._whole, missed = {}, self.reach.missed()
-            for name, square in looked.items():
-                if name not in missed:
+            self._whole = {}
+            for name in self.reach.missed():
+                looked.pop(name, None)
+            if self.squares.keys().isdisjoint(looked):  # as a rule, and these are many
+                self.squares |= looked
+                self.samples |= dict.fromkeys(looked, self._rows)
+            else:
+                for name, square in looked.items():
                     self.book(name, self._rows, square)
 
     def second_moment(self, uses: Sequence[Contributions], samples: int, parameter: Tensor) -> Tensor:
@@ -207,7 +216,7 @@ class Ledger:
 
     def _drop(self) -> None:
         """Forget the uses of a pass that did not come to its end."""
-        self._uses = {}
+        self._uses, self._usual = {}, []
         self.aside.drop()
         self._few.clear()
         self.one.clear()
@@ -229,6 +238,7 @@ class Ledger:
         if graph != self._graph:
             self._graph = graph
             self._drop()
+        self._enter_usual()
         self.audit.open(name, self.parameters[name])
         if name not in self._uses:
             self.begin(name)

@@ -32,7 +32,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
         if site is not None and not (more or options) and (some := glance.as_usual(site, input)) is not None:
             site.current.group = active_group() or site.current.group
             operation, batch = site.prepare(self, input)
-            return glance.run(site, operation, input, batch, some)
+            return glance.run(site, operation, input, batch, some, usual=True)
         if site is None or site.current.resting or not observable() or not site.trains():
             return plain.forward(self, input, *more, **options)
         watch = site.current.watch
@@ -83,7 +83,7 @@ def _run(layer: Any, x: Tensor) -> Tensor:
     operation, batch = site.prepare(layer, site.grouped(x))
     some = glance.suits(site, operation, x, batch)
     if some is not None:
-        return glance.run(site, operation, x, batch, some)
+        return glance.run(site, operation, x, batch, some, usual=False)
     single = batch.dim() > x.dim()
     windows = site.fold > 1 and operation.positional
     if site.fold > 1:

@@ -53,7 +53,7 @@ class Site:
         self.usual: Any = None  # how it was looked at last, see `glance`
         self._looks = inputs.LOOKS if inputs.weights_of(layer) else 0  # at its inputs that are left
         self._waiting: dict[str, weakref.ref[Any]] = {}  # part of a call -> its last use that had no backward pass yet
-        self._entered = -1  # the backward pass that last used a shadow
+        self.entered = -1  # the backward pass that last used a shadow
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a layer is nobody's."""
@@ -132,7 +132,8 @@ class Site:
             self.current.due()
             return
         waiting = self._waiting.get(ctx.part)
-        self.repeated |= waiting is not None and waiting() is not None
+        use = None if waiting is None else waiting()
+        self.repeated |= use is not None and not use.spent
         self._waiting[ctx.part] = weakref.ref(ctx)
 
     def closed(self, ctx: Any) -> None:
@@ -269,13 +270,13 @@ class Site:
             )
         ctx.spent = True
         graph = self.current.enter(self.name, rows // ctx.fold, ctx.outer)
-        if graph == self._entered and not self.repeated:
+        if graph == self.entered and not self.repeated:
             self.repeated = True
             raise RuntimeError(
                 f"layer '{self.name}' was used more than once in one backward pass, which did not show before, as it "
                 "runs in checkpoints with use_reentrant=True: use use_reentrant=False."
             )
-        self._entered = graph
+        self.entered = graph
         if self.ledger.begins(graph):
             return graph
         if all(self.ledger.fresh(self.names[role]) for role in self.shadows):
@@ -288,10 +289,9 @@ class Site:
                     self.ledger.begin(self.names[role])
         return graph
 
-    def looked(self, ctx: Any, graph: int) -> None:
-        """What `check` leaves, in a pass of which all was asked at another layer."""
-        self.closed(ctx)
-        ctx.spent, self._entered = True, graph
+    def compared(self) -> bool:
+        """Whether none of what it adds to its own parameters is still to be held against their gradients."""
+        return self.current.group is not None or self.ledger.besides.done.issuperset(self.names.values())
 
     def compares(self, role: str) -> bool:
         """Whether what the layer adds to the parameter of this role is to be held against its gradient."""
@@ -302,7 +302,7 @@ class Site:
 
     def note(self, role: str, gradient: Tensor) -> None:
         """The layer is about to add this."""
-        self.ledger.besides.note(self.names[role], self.parameter(role), gradient, self._entered)
+        self.ledger.besides.note(self.names[role], self.parameter(role), gradient, self.entered)
 
     def books(self, role: str, fold: int) -> bool:
         """Whether what is said of this role goes through the ledger."""
