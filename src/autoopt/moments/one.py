@@ -81,7 +81,8 @@ def product_of_one(
                 tl.store(weight + at, s, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
         if BIAS:
             first = (tap == 0) & ((o_tile == 0) if BIAS == 2 else (i_tile == 0))  # the others find the same
-            s = tl.where(first, b * b * share, 0.0)
+            b = tl.where(first, b, 0.0)  # before it is squared: Triton 3.6 cannot use twice what a loop summed up
+            s = b * b * share
             if TOTAL:
                 biases += tl.sum(s)
             else:
