@@ -1,8 +1,7 @@
 """The kernels compile for an H200, the GPU that they were measured on, though there is none here.
 
-The interpreter says what a kernel does, but not whether Triton can make one of it. Every launch goes its own way up to
-where a GPU would be needed: the arguments are those of a step, and with them what Triton makes of their types, their
-alignment and their constants.
+The interpreter says what a kernel does, but not whether Triton can make one of it. The arguments are those of a step,
+and with them what Triton makes of their types, their alignment and their constants.
 """
 
 from __future__ import annotations
@@ -25,55 +24,21 @@ from autoopt.moments.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from autoopt.optim import fused
 from interpreter import GPU, INTERPRETED
 
-triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+from absent_gpu import compiled
+from autoopt.moments import one, triton
+
 pytestmark = pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels themselves run here")
-
-from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
-
-from autoopt.moments import one
-
-ROOM = 227 * 1024  # bytes of shared memory that a program may have there
+__all__ = ["compiled"]  # a fixture
 
 
-class Absent:
-    """A driver of a GPU that is not there."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[str]:
-    """The names of the kernels that were compiled where they would have been started."""
-    found: list[str] = []
-    run = JITFunction.run
-
-    def compile_it(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        assert kernel.metadata.shared <= ROOM
-        assert kernel.asm["cubin"]
-        found.append(kernel.name)
-        return kernel
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(driver, "_active", Absent())
-    monkeypatch.setattr(JITFunction, "run", compile_it)
-    monkeypatch.setattr(CompiledKernel, "__getitem__", lambda self, grid: lambda *numbers: None)
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: torch.no_grad())
-    monkeypatch.setattr(building, "_built", [True])  # so that what cannot be compiled is an error
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what lies on a CPU go the way of a GPU; what cannot be compiled is an error."""
+    monkeypatch.setattr(building, "_built", [True])
     for module in (lengths, fused):
         monkeypatch.setattr(module, "available", lambda device: True)
     monkeypatch.setattr(one, "processors", lambda device: 132)
-    return found
 
 
 def conv(kernel: int, stride: int = 1) -> Conv:
@@ -88,6 +53,7 @@ def batch_norm() -> BatchNorm:
 # name -> operation, shapes of the input, of weight and bias
 LAYERS: dict[str, tuple[Callable[[], Operation], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
     "linear": (Linear, (4, 70, 48), (200, 48), (200,)),
+    "linear, large": (Linear, (4, 70, 1536), (1536, 1536), (1536,)),  # in half precision by larger tiles
     "transposed": (Transposed, (4, 70, 48), (48, 200), (200,)),
     "conv": (lambda: conv(3), (4, 48, 14, 14), (64, 48, 3, 3), (64,)),
     "conv of one channel": (lambda: conv(5), (4, 1, 28, 28), (10, 1, 5, 5), (10,)),
@@ -146,3 +112,13 @@ def test_a_step(name: str, compiled: list[str]) -> None:
 def test_lengths(compiled: list[str]) -> None:
     Lengths()([torch.randn(70, 40), torch.randn(3)])
     assert compiled == ["squares"]
+
+
+@pytest.mark.parametrize("total", [False, True], ids=["elementwise", "total"])
+def test_all_samples_of_a_layer(total: bool, compiled: list[str]) -> None:
+    """By the kernels that AUTOOPT_TRITON=1 turns on."""
+    dy, x = torch.randn(4, 64, 14, 14).half(), torch.randn(4, 48, 14, 14).half()
+    triton.weight_moments(dy, x, total, (3, 3), (1, 1), (1, 1))
+    triton.reduce(torch.randn(4, 70, 50), total)
+    triton.position_sums(dy.flatten(2), dy.flatten(2), torch.zeros(64), torch.ones(64), 1, (0, 0, 1))
+    assert compiled == ["_weight_moments", "_reduce", "_position_sums"]
