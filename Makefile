@@ -25,10 +25,11 @@ test: env
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 # The suite under another torch, by default the oldest that is supported: `make compat TORCH=2.11.0`. From the registry
-# it comes with gigabytes of CUDA libraries, so this is for before a release, not for CI. (It chooses its setuptools.)
+# it comes with gigabytes of CUDA libraries, so this is for before a release, not for CI. (It chooses its setuptools
+# and its Triton.)
 compat:
 	$(PYTHON) -m venv $(OTHER)
-	sed 's/^torch==.*/torch==$(TORCH)/; /^setuptools==/d' constraints.txt > $(OTHER)/constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/; /^setuptools==/d; /^triton==/d' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt --editable '.[$(EXTRAS)]'
 	$(OTHER)/bin/python -m pytest --numprocesses 3 --dist worksteal

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoAdamW, AutoSGD
 from autoopt.moments import building
-from autoopt.optim import fused
 
 STEPS, WARM, TIMED = 20, 8, 30
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # what CUDA calls them, and then some letters
@@ -36,13 +35,13 @@ PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @contextmanager
 def path(kernels: bool) -> Iterator[None]:
-    """Have the steps inside take one of the two paths."""
-    before = fused.available
-    fused.available = lambda device: kernels
+    """Have the steps inside take one of the two paths, and the passes before them."""
+    before = building.ENABLED
+    building.ENABLED = kernels
     try:
         yield
     finally:
-        fused.available = before
+        building.ENABLED = before
 
 
 def net() -> nn.Module:

@@ -19,13 +19,13 @@ elsewhere = pytest.mark.skipif(GPU or INTERPRETED, reason="the tests run here")
 here = pytest.mark.skipif(not (GPU or INTERPRETED), reason="runs in a process of its own, see test_in_the_interpreter")
 
 
-def run_interpreted(file: str) -> None:
-    """Run the tests of a file once more in a process of their own, under TRITON_INTERPRET=1.
+def run_interpreted(tests: str) -> None:
+    """Run the tests of a file, or of a class in it, once more in a process of their own, under TRITON_INTERPRET=1.
 
     It must be set before Triton is imported.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:]
 

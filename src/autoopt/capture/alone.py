@@ -12,12 +12,13 @@ from torch import Tensor
 
 from autoopt.capture.sampled import Some
 from autoopt.moments import Operation
-from autoopt.moments.building import available
+from autoopt.moments.building import available, stream
 
 if TYPE_CHECKING:  # it imports Triton
     from autoopt.moments.one import Plan
 
 ROWS = 64  # of a table of sums: one for each parameter
+Where = tuple[torch.device, int, int]  # a table: on which device, the how-manieth, and on which stream
 
 
 class Way(NamedTuple):
@@ -41,49 +42,53 @@ class Alone:
         self.total, self.parameters = total, parameters
         self._ways: dict[tuple[str, ...], Way] = {}  # by the names of the parameters
         self._rows: dict[torch.device, int] = {}  # of all tables that are taken
-        self._tables: dict[tuple[torch.device, int], Tensor] = {}  # parts of totals; those of a pass
-        self._entered: list[Way] = []
+        self._tables: dict[Where, Tensor] = {}  # parts of totals; those of a pass
+        self._entered: list[tuple[Where, dict[str, int]]] = []  # and in which rows of which of them it left something
         self._found: dict[str, Tensor] = {}
 
     def add(self, operation: Operation, names: dict[str, str], tensors: tuple[Tensor, ...], some: Some) -> bool:
-        """Enter what a layer's sample adds to parameters, role -> name; False: no kernel can.
+        """Enter what a layer's sample adds to parameters, role -> name, the weight first; False: no kernel can.
 
         `tensors`: the gradient of the layer's output and what was kept of its input, of all samples.
         """
         if len(tensors) == 1:  # the weight is frozen, and nothing was kept
             return False
         dy, x = tensors[:2]
+        if (dy.data_ptr() | x.data_ptr()) % 16:  # else as Triton takes what torch allocates to lie
+            return False
         of = tuple(names.values())
         layouts = None if self.total else [self.parameters[name].stride() for name in of]
-        given = operation.kind, some, dy.shape, dy.stride(), x.shape, x.stride(), dy.dtype, x.dtype, dy.device, layouts
+        types = [tensor.dtype for tensor in tensors]
+        given = operation.kind, some, dy.shape, dy.stride(), x.shape, x.stride(), types, dy.device, layouts
         way = self._ways.get(of)
         if way is None or way.given != given:
             way = self._ways[of] = self._way(given, operation, names, tensors, some)
         plan = way.plan
-        if plan is None or (dy.data_ptr() | x.data_ptr()) % 16:  # as Triton takes what torch allocates to lie
+        if plan is None:
             return False
         if self.total:
-            table = self._tables.get(way.table)
+            where = *way.table, stream(dy.device)  # what another stream does to a table would have to be waited for
+            table = self._tables.get(where)
             if table is None:
-                table = self._tables[way.table] = torch.zeros(ROWS, plan.width, device=dy.device)
-            started = plan.start(tensors, table, table)
-            self._entered.append(way)
+                table = self._tables[where] = torch.zeros(ROWS, plan.width, device=dy.device)
+            if plan.start(tensors, table, table):
+                self._entered.append((where, way.rows))
+                return True
         else:
             made = [torch.empty_like(self.parameters[name], dtype=torch.float32) for name in of]
-            started = plan.start(tensors, made[0], made[-1])
-            self._found.update(zip(of, made, strict=True))
-        if not started:  # nor was any before, so that there is nothing else to be lost
-            self._ways[of] = way._replace(plan=None)
-            self.clear()
-        return started
+            if plan.start(tensors, made[0], made[-1]):
+                self._found.update(zip(of, made, strict=True))
+                return True
+        self._ways[of] = way._replace(plan=None)  # it cannot be built
+        return False
 
     def squares(self) -> dict[str, Tensor]:
         """The estimate of Σ c² over all samples, for each of the parameters; these are forgotten."""
         sums = {which: table.sum(1).unbind() for which, table in self._tables.items()}
         found = self._found
-        for way in self._entered:
-            for name, row in way.rows.items():
-                found[name] = sums[way.table][row]
+        for where, rows in self._entered:
+            for name, row in rows.items():
+                found[name] = sums[where][row]
         self.clear()
         return found
 

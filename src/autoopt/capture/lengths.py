@@ -50,7 +50,10 @@ class Lengths:
         if addresses != self._addresses:
             self._addresses, self._table = addresses, uploaded(addresses, device)
         with torch.cuda.device_of(self._table):
-            return built(lambda: pieces.lengths(self._table))
+            found = built("squares", lambda: pieces.lengths(self._table))
+        if found is None:
+            self._pieces = None
+        return found
 
 
 def _pieces(tensors: Sequence[Tensor], device: torch.device) -> "Pieces | None":

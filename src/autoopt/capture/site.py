@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from autoopt.capture.current import Pass
 from autoopt.capture.ledger import Ledger
 from autoopt.moments import Contributions, Prepare, precision
 
+T = TypeVar("T")
 ROLES = ("weight", "bias")
 ROUTABLE = nn.Linear, nn.LayerNorm, nn.RMSNorm  # take one row after the other
 
@@ -68,6 +69,7 @@ class Site:
             self.shadows.pop(role, None)
         else:
             self._shadow(role)
+        self.names, self.shadows = in_order(self.names), in_order(self.shadows)
 
     def derive(self, role: str, origin: nn.Parameter, *, shared: bool) -> None:
         """Report on a parameter that the tensor in this role is computed from."""
@@ -333,6 +335,11 @@ class Site:
         self.rows = 0
         for leaf in (self.counts, *self.shadows.values()):
             leaf.grad = None
+
+
+def in_order(by_role: dict[str, T]) -> dict[str, T]:
+    """The weight first, whichever group of parameters came first."""
+    return {role: by_role[role] for role in ROLES if role in by_role}
 
 
 def _arrival(reference: "weakref.ref[Site]") -> Callable[[Tensor], None]:

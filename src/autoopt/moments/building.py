@@ -1,6 +1,7 @@
-"""Whether Triton's kernels can be built here: it needs a GPU and a C compiler, which is known when one was built.
+"""Whether Triton's kernels can be built here, and the tables that they go by.
 
-And the tables that they go by.
+That takes a GPU and a C compiler, and a Triton that can make something of a kernel: it is known when it was tried. What
+could not be built is done by operations, and whoever tried remembers that.
 """
 
 import importlib.util
@@ -14,32 +15,38 @@ from torch import Tensor
 
 T = TypeVar("T")
 ENABLED = os.environ.get("AUTOOPT_FUSED") != "0" and importlib.util.find_spec("triton") is not None
-_broken: list[str] = []  # why the kernels cannot be built here
-_built: list[bool] = []  # whether one has been
+_missed: set[str] = set()  # kernels that could not be built, and were warned of
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels run there."""
-    return ENABLED and device.type == "cuda" and not _broken
+    """Whether kernels are to run there."""
+    return ENABLED and device.type == "cuda"
 
 
-def built(start: Callable[[], T]) -> T | None:
-    """What the start of a kernel gives; None, after a warning, where none can be built: then nothing was done."""
+def built(kernel: str, start: Callable[[], T]) -> T | None:
+    """What the start of a kernel gives; None, after a warning, where it cannot be built: then nothing was done."""
     try:
-        found = start()
+        return start()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
-        if _built or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise
-        _broken.append(str(error))
-        warnings.warn(
-            f"AutoOpt's kernels could not be built ({type(error).__name__}: {error}), so that training takes longer. "
-            "Triton needs a C compiler; AUTOOPT_FUSED=0 does without and says nothing.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        if kernel not in _missed:
+            _missed.add(kernel)
+            why = next(iter(str(error).splitlines()), "")
+            warnings.warn(
+                f"AutoOpt's kernel '{kernel}' could not be built ({type(error).__name__}: {why}), so that training "
+                "takes longer. Triton needs a C compiler; AUTOOPT_FUSED=0 does without kernels and says nothing.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return None
-    _built[:] = [True]
-    return found
+
+
+def stream(device: torch.device) -> int:
+    """What tells the stream of a GPU that is current from others."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:

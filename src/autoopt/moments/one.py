@@ -25,7 +25,7 @@ LONG = 1 << 13  # positions of a sample that one program may go through
 FLOAT = 1 << 28  # multiplications in full precision, which tensor cores do not do, that a kernel may take
 
 
-@triton.jit(do_not_specialize=["weight_at", "bias_at"], do_not_specialize_on_alignment=["weight", "bias"])
+@triton.jit(do_not_specialize=["weight_at", "bias_at", "row"], do_not_specialize_on_alignment=["weight", "bias"])
 def product_of_one(
     left, right, weight, bias, weight_at, bias_at, share, row, outputs, inputs, height, width, out_width, positions,
     left_sample, left_row, left_column, left_output, right_sample, right_row, right_column, right_input,
@@ -96,7 +96,7 @@ def product_of_one(
 
 
 @triton.jit(
-    do_not_specialize=["weight_at", "bias_at"],
+    do_not_specialize=["weight_at", "bias_at", "row"],
     do_not_specialize_on_alignment=["weight", "bias", "mean", "rstd"],
 )
 def positions_of_one(
@@ -167,7 +167,8 @@ class Plan:
             self.again(*self.pick(addresses), weight.data_ptr(), bias.data_ptr(), *self.numbers)
             return True
         arguments = *self.pick(tensors), weight, bias, *self.numbers
-        chosen = built(lambda: [self.kernel[self.grid](*arguments, num_warps=self.warps)])
+        name = self.kernel.__name__
+        chosen = built(name, lambda: [self.kernel[self.grid](*arguments, num_warps=self.warps)])
         if chosen is None:
             return False
         if chosen[0] is not None:
@@ -193,14 +194,14 @@ def plan(
         strides: role -> those of the parameter, by which c² is to lie in memory.
         rows: of each parameter, that of a table of WIDTH columns which sum up to Σ c²; None: c² is asked for.
     """
-    if any(tensor.dtype == torch.float64 or tensor.data_ptr() % 16 for tensor in tensors):
+    if any(tensor.dtype == torch.float64 or _extent(tensor) >= 1 << 31 for tensor in tensors):
         return None
     form = operation.of_one(tensors[0], tensors[1:])
     if form is None:
         return None
     places = {tensor.data_ptr(): place for place, tensor in enumerate(tensors)}
     order = [places.get(part.data_ptr()) for part in form if isinstance(part, Tensor)]
-    if None in order:  # a copy, which will be somewhere else the next time
+    if None in order or len(places) < len(tensors):  # a copy will be somewhere else the next time; so will one of two
         return None
     make = _products if isinstance(form, Products) else _positions
     made = make(form, row, strides, rows is not None)
@@ -211,6 +212,11 @@ def plan(
         order.append(order[2])
     at = [0] * len(strides) if rows is None else [each * WIDTH for each in rows]
     return Plan(kernel, tiles if rows is None else min(tiles, WIDTH), order, (at[0], at[-1], share, *numbers), warps)
+
+
+def _extent(tensor):
+    """How far the elements of a sample lie apart, of which kernels count in 32 bits."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
 
 
 def _products(form, row, strides, total):

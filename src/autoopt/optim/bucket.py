@@ -48,6 +48,7 @@ class Bucket:
         self.params = [members[i][1] for i in order]
         self.units = [units[members[i][2]] for i in order]
         self.device, self.dtype = self.params[0].device, self.params[0].dtype
+        self.buildable = True  # kernels, as far as is known
         self.ordinary = all(type(p) in (Tensor, nn.Parameter) for p in self.params)  # what is at their address is all
         self.compute = torch.float64 if self.dtype == torch.float64 else torch.float32
 

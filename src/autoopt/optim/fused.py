@@ -59,6 +59,7 @@ def suits(group: dict[str, Any], bucket: Bucket) -> bool:
         and bucket.dtype == torch.float32
         and bucket.ordinary
         and not torch.compiler.is_compiling()
+        and bucket.buildable
         and available(bucket.device)
     )
 
@@ -71,8 +72,10 @@ def sweep(
     squares: Sequence[Tensor | None] | Tensor | None,
     sizes: Tensor | None,
 ) -> "Sweep | None":
-    """The first kernel; None where kernels cannot be built, as without a C compiler. It writes nothing that is kept."""
-    return built(lambda: Sweep(bucket, group, form, gradients, squares, sizes))
+    """The first kernel; None where it cannot be built, as without a C compiler. It writes nothing that is kept."""
+    found = built("sums", lambda: Sweep(bucket, group, form, gradients, squares, sizes))
+    bucket.buildable = found is not None
+    return found
 
 
 class Sweep:

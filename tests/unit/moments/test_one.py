@@ -98,6 +98,22 @@ def squares(operation: Operation, tensors: tuple[Tensor, ...], roles: list[str])
 
 
 @here
+def test_one_tensor_as_both_has_no_plan() -> None:
+    """Which of them it will be the next time cannot be told."""
+    x = torch.randn(5, 70, 20, device=DEVICE)
+    assert one.plan(Linear(), (x, x), ROW, SHARE, {"weight": (20, 1)}, None) is None
+    assert one.plan(Linear(), (x.clone(), x), ROW, SHARE, {"weight": (20, 1)}, None) is not None
+
+
+@here
+def test_what_32_bits_cannot_reach_has_no_plan() -> None:
+    """Positions that lie far apart, as where a view has time last but one of a large batch."""
+    far = torch.empty(5, 3, 4, device="meta").as_strided((5, 3, 4), (4, 1 << 30, 1))
+    near = torch.empty(5, 3, 4, device="meta")
+    assert one.plan(Linear(), (near, far), ROW, SHARE, {"weight": (4, 1)}, None) is None
+
+
+@here
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("total", [False, True], ids=["elementwise", "total"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
