@@ -257,3 +257,28 @@ def test_a_layer_with_a_running_mean_alone_is_left_alone() -> None:
 
     model = Centred()
     train(model, AutoSGD(model), batches(2))
+
+
+def test_layers_that_share_statistics_have_them_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model[3].running_mean, model[3].running_var = model[1].running_mean, model[1].running_var
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(3))
+    before = snapshot(model, optimizer)
+    with optimizer.averaged():
+        pass
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_a_layer_that_is_told_to_keep_no_statistics_any_more() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+    )
+    optimizer = AutoSGD(model)
+    train(model, optimizer, batches(3))
+    model[1].running_mean = model[1].running_var = None
+    train(model, optimizer, batches(3))
+    kept, before = model[4].running_mean, model[4].running_mean.clone()
+    with optimizer.averaged():
+        assert not torch.equal(kept, before)
+    assert torch.equal(kept, before)

@@ -148,3 +148,25 @@ def test_clipping_after_accumulation(make: type) -> None:
         optimizer.step()
         found.append([chosen.noise for chosen in optimizer.tuned().values()])
     assert found[1] == pytest.approx(found[0], rel=1e-9 if make is AutoSGD else 1e-3)  # ε again
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_change_after_a_step_that_was_refused(make: type) -> None:
+    """What the step saw of the gradients before it was refused is not what the next one goes by."""
+    torch.manual_seed(0)
+    (x, y), found = data(1)[0], []
+    start = network()
+    for refused in (False, True):
+        model = copy.deepcopy(start)
+        optimizer = make(model, param_groups=[{"params": list(layer.parameters())} for layer in (model[0], model[2])])
+        F.cross_entropy(model(x), y).backward()
+        if refused:
+            whole, bias = model[2].bias.grad, model[2].bias
+            bias.grad = whole.to_sparse()
+            with pytest.raises(RuntimeError, match="sparse"):
+                optimizer.step()
+            bias.grad = whole
+        scaled(0.01)(model)
+        optimizer.step()
+        found.append({name: chosen.noise for name, chosen in optimizer.tuned().items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -98,6 +99,45 @@ def test_a_parameter_that_is_frozen_meanwhile(pair: Pair) -> None:
     found = pair.squares()
     assert found.keys() == wanted.keys() - {"1.weight"}
     assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def test_a_layer_that_runs_twice_is_frozen_meanwhile() -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    opt = AutoSGD(model)
+    for trains in (True, False):  # from the second pass on it is known to run twice
+        opt.zero_grad()
+        loss = model(torch.randn(5, 4)).square().mean()
+        model.layer.bias.requires_grad_(trains)
+        before = copy.deepcopy(model.state_dict())
+        loss.backward()
+        opt.step()
+    assert not torch.equal(model.layer.weight, before["layer.weight"])
+    assert torch.equal(model.layer.bias, before["layer.bias"])
+
+
+def test_gradients_that_a_hook_takes_aside(pair: Pair) -> None:
+    """As some do that keep gradients in another precision, or elsewhere."""
+    wanted, aside = whole(pair), {}
+
+    def take(parameter: Tensor) -> None:
+        aside[parameter], parameter.grad = parameter.grad, None
+
+    for parameter in pair.named.values():
+        parameter.register_post_accumulate_grad_hook(take)
+    pair.loss().backward()
+    found = {name: pair.capture.second_moment(name) for name in pair.named}
+    assert len(aside) == len(found)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_passes_that_add_up(pair: Pair) -> None:

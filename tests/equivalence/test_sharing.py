@@ -356,3 +356,15 @@ def test_half_precision_is_squared_in_full(name: str) -> None:
         assert moment.dtype == torch.float32
         size = (c.square().sum() * 2.0**-140).item()
         assert abs(moment.item() - size) < 0.05 * size
+
+
+def test_weights_that_are_tied_later_are_refused() -> None:
+    """What a sample adds through the other layer would be missing, without a word."""
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    opt = AutoSGD(model)
+    model[2].weight = model[0].weight
+    with pytest.raises(RuntimeError, match=r"layer '2' has parameter '0.weight' in the place of its own '2.weight'"):
+        model(torch.randn(N, D))
+    opt.detach()
+    AutoSGD(model)
+    model(torch.randn(N, D)).sum().backward()

@@ -108,6 +108,7 @@ class Capture(Source):
         if known is not None and known.layer is not holder.layer:  # another layer was put in its place
             _leave(self.sites.pop(holder.path))
             self.current.entrance.forget(holder.path)
+            self.bare.met.discard(holder.path)
         if holder.path not in self.sites:
             layer, rule = holder.layer, rule_of(holder)
             assert rule is not None

@@ -39,7 +39,7 @@ class Seat(NamedTuple):
 
     def watches(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of the module cannot be in a compiled graph."""
-        if self.holds or self.bare.holding or not self.bare.everywhere:
+        if self.holds or not self.bare.everywhere or (self.bare.holding and not self.bare.needed):
             return self.holds
         focus = self.bare.focus
         if module is not self.bare.root:
@@ -73,8 +73,12 @@ class Bare:
         self.holding: set[nn.Module] = set()  # those of them that hold parameters without a rule
         self.everywhere = False  # the whole model has to be watched
         self.focus: Focus | None = None  # and of it this part alone
+        self.needed = False  # layers with rules are among what has to be watched
+        self.met: set[str] = set()  # the layers that a Watch saw
+        self._whole: set[tuple[Any, ...]] = set()  # flags of calls of which no one part holds all of that
         self._looked: set[Any] = set()  # kinds of passes that were watched once
         self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
+        self.loud: set[tuple[Any, ...]] = set()  # calls in which something else did, once at least
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
         self.placed: set[Site] = set()  # layers that were told where their samples are
         self._holders: dict[str, Site] = {}  # name of a parameter -> a layer that has it
@@ -136,7 +140,8 @@ class Bare:
         kind = kind_of(module, args, kwargs, trained)
         if self.focus is not None and self.focus.trained != trained:
             self.focus = None  # what is thawed may be used anywhere
-        if kind in self._looked and (not self.everywhere or self._focused(module, args, kwargs)):
+        settled = not self.everywhere or self._focused(module, args, kwargs)
+        if settled and kind in self._looked and self.complete(module):
             return forward(*args, **kwargs)
         entrance: Entrance = self.ledger.current.entrance
         if not self.holding and entrance.blind(module):  # the first axis is the batch in all layers, as it was warned
@@ -158,6 +163,7 @@ class Bare:
         if len(self._looked) >= KINDS:  # a model that is called with other words every time
             self._looked.clear()
         self._looked.add(kind)
+        self.needed |= watch.needed
         self.everywhere |= watch.needed or bool(watch.uses)
         if module is self.root and self.everywhere:
             self._focus(watch, flags_of(module, args, kwargs))
@@ -173,13 +179,26 @@ class Bare:
     def _focus(self, watch: Watch, flags: tuple[Any, ...]) -> None:
         """Remember in which part all was that has to be watched. Other flags are watched in the whole model."""
         part, known = watch.around(), self.focus
-        if known is not None and known.flags != flags:
+        if not watch.events or flags in self._whole or (known is not None and known.flags != flags):
             return
-        if part is not None and not self.holding <= set(part.modules()):  # what others hold may be used by others
-            part = None
-        self.focus = None if part is None else Focus(part, flags, watch.trained)
-        if part is not None and part not in self.names:
+        if known is not None and part is not None and part in known.module.modules():
+            return  # this pass needed less
+        more = known is None or (part is not None and known.module in part.modules())
+        # what others hold than a part may be used by others
+        if part is None or not more or not self.holding <= set(part.modules()):
+            self._whole.add(flags)
+            self.focus = None
+            return
+        self.focus = Focus(part, flags, watch.trained)
+        if part not in self.names:
             self._swap(part, next(name for name, module in self.root.named_modules() if module is part))
+
+    def complete(self, module: nn.Module) -> bool:
+        """Whether a Watch saw all layers in a module that train: of another one nobody knows what it will be given."""
+        if len(self.met) == len(self.sites):
+            return True
+        unseen = {site.layer for name, site in self.sites.items() if name not in self.met and site.trains()}
+        return not unseen or unseen.isdisjoint(module.modules())
 
     def trained(self) -> tuple[bool, ...]:
         """Which of the parameters are not frozen."""

@@ -9,10 +9,11 @@ from autoopt.capture.site import Site
 
 
 class Compiled:
-    """Looks at the first compiled backward pass, which is the one time that the device is asked."""
+    """Looks at the first compiled backward pass of each layer, when alone the device is asked."""
 
     def __init__(self) -> None:
-        self.rows = 0  # samples of that pass; the later ones are taken to have as many
+        self.rows = 0  # samples of the last of these; the later passes are taken to have as many
+        self._known: set[Site] = set()  # the layers
 
     def samples(self, sites: Iterable[Site]) -> int:
         """How many samples the compiled part of the pass that just ended had; 0 if there was none.
@@ -23,8 +24,9 @@ class Compiled:
         seen = [site for site in sites if site.counts.grad is not None]
         if not seen:
             return 0
-        if self.rows == 0:
+        if not self._known.issuperset(seen):
             self._look(seen)
+            self._known.update(seen)
         return self.rows
 
     def _look(self, sites: list[Site]) -> None:

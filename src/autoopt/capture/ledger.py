@@ -83,7 +83,7 @@ class Ledger:
         if self._begun[0] != graph:
             self._begun = graph, self.current.anew and not self.squares
             if self._begun[1]:
-                self.reach.trust()
+                self.reach.trust(self.parameters.values())
         return self._begun[1]
 
     def add(self, name: str, samples: int, contributions: Contributions, outer: int = -1) -> None:
@@ -139,7 +139,7 @@ class Ledger:
         for site in usual:
             for name in site.names.values():
                 self._alone(name, site.entered)
-                self.reach.taken[name] = self.parameters[name]
+                self.reach.take(name, self.parameters[name])
 
     def look_whole(self, name: str, square: Tensor) -> None:
         """Enter Σ_i c_i² of such a parameter."""

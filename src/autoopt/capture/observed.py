@@ -93,7 +93,7 @@ def _run(layer: Any, x: Tensor) -> Tensor:
     weight: Tensor = layer.weight
     bias: Tensor | None = getattr(layer, "bias", None)
     if not site.origins and not torch.compiler.is_compiling():
-        site.refuse_computed()
+        site.refuse_others()
     derived = {"weight": weight, "bias": bias} if site.origins else None
     if operation.lowers:
         # What autocast would do to the operation, done where autograd sees it, so that gradients come back in full.

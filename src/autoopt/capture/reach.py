@@ -1,5 +1,6 @@
 """Which parameters a backward pass adds to."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +24,12 @@ class Reach:
     def __init__(self) -> None:
         self._asked: tuple[int, dict[nn.Parameter, bool]] = (-1, {})  # autograd's number for a pass, and what it said
         self._trusted = -1  # the pass that is taken to add to all
-        self.taken: dict[str, nn.Parameter] = {}  # those that were
+        self._taken: dict[str, nn.Parameter] = {}  # those that were
 
     def adds_to(self, parameter: nn.Parameter) -> bool:
         """Whether the pass that runs this adds to the parameter's gradient, by autograd's word."""
+        if not parameter.requires_grad:  # frozen since the forward pass
+            return False
         graph = torch._C._current_graph_task_id()
         if self._asked[0] != graph:
             self._asked = graph, {}
@@ -43,21 +46,29 @@ class Reach:
             if parameter.requires_grad and (trusted or self.adds_to(parameter)):
                 found[role] = name
                 if trusted:
-                    self.taken[name] = parameter
+                    self.take(name, parameter)
         return found
 
-    def trust(self) -> None:
-        """The pass that runs this adds to something, and before it there was no gradient."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._trusted, self.taken = torch._C._current_graph_task_id(), {}
+    def trust(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The pass that runs this adds to something, and before it none of these had a gradient.
+
+        A hook on one of them may take its gradient away, so that it would not tell.
+        """
+        taken = any([parameter._post_accumulate_grad_hooks for parameter in parameters])  # noqa: C419 - half the time
+        if not (taken or torch._C._autograd._get_current_graph_task_keep_graph()):
+            self._trusted, self._taken = torch._C._current_graph_task_id(), {}
 
     def trusts(self, graph: int) -> bool:
         """Whether the pass of that number is taken to add to all."""
         return graph == self._trusted
 
+    def take(self, name: str, parameter: nn.Parameter) -> None:
+        """It is taken to be added to."""
+        self._taken[name] = parameter
+
     def missed(self) -> set[str]:
         """At the end of the pass: the names of those that it did not add to after all."""
-        taken, self.taken = self.taken, {}
+        taken, self._taken = self._taken, {}
         return {name for name, parameter in taken.items() if parameter.grad is None}
 
 

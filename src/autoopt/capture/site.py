@@ -101,15 +101,22 @@ class Site:
                 return True
         return False
 
-    def refuse_computed(self) -> None:
-        """Know nothing of a tensor in a parameter's place that was computed from others, as by functional_call."""
-        for role in self.names:
-            if self.parameter(role).grad_fn is not None:
+    def refuse_others(self) -> None:
+        """Know nothing of a tensor in a parameter's place that was computed from others, as by functional_call, nor of
+        one that is another layer's, tied to it by now."""
+        for role, name in self.names.items():
+            parameter = self.parameter(role)
+            if parameter.grad_fn is not None:
                 raise RuntimeError(
                     f"layer '{self.name}' runs with a computed tensor in the place of its parameter '{role}' "
                     "(torch.func.functional_call), and of what it was computed from nothing is known. Compute it in a "
                     "parametrization of the layer (torch.nn.utils.parametrize), or make the optimizer with "
                     'spread="passes".'
+                )
+            if (other := self.ledger.names.get(parameter, name)) != name:
+                raise RuntimeError(
+                    f"layer '{self.name}' has parameter '{other}' in the place of its own '{name}', which it had when "
+                    "the optimizer was made: tie weights first, and then make the optimizer (detach() the old one)."
                 )
 
     def trains(self) -> bool:

@@ -124,6 +124,10 @@ class Source(ABC):
             self._taking[key] = Lengths()
         return self._taking[key]
 
+    def begin(self) -> None:
+        """A step begins; one before it may not have come to its end, and gradients may have been changed since."""
+        self._found = None
+
     def changed(self, names: list[str], gradients: Sequence[Tensor | None]) -> Tensor | None:
         """|g| of each gradient now and as the backward pass left it, (tensors, 2); None where there was none.
 

@@ -136,6 +136,7 @@ class Watch(TorchFunctionMode):
 
     def layer(self, site: Site, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer that has a rule of its own."""
+        self.bare.met.add(site.name)
         tensors = list(tensors_in((*args, *kwargs.values())))
         packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
         same = bool(tensors) and all(map(self.constant, tensors))
@@ -248,7 +249,8 @@ class Watch(TorchFunctionMode):
             return run(*args, **kwargs)
         key = kind_of(module, args, kwargs, self.trained)
         on_top = _get_current_function_mode() is self  # else a mode of the user's is, which is to see what it sees
-        if key in self.bare.quiet and on_top and not self.ledger.sampler.exact:
+        quiet = key in self.bare.quiet and self.bare.complete(module)
+        if quiet and on_top and not self.ledger.sampler.exact:
             self.ledger.current.watch = None
             try:
                 with _pop_mode_temporarily(), compiled():
@@ -261,8 +263,10 @@ class Watch(TorchFunctionMode):
         if not torch.is_grad_enabled() or any(self.layouts.get(tensor) != 0 for tensor in tensors_in((result,))):
             return result
         if self.events > before:
+            self.bare.loud.add(key)
+            self.bare.quiet.discard(key)
             self._around += [(module, self.events - before)] if plain else []
-        elif not (self.bare.holds(module) or self.ledger.sampler.exact):
+        elif not (key in self.bare.loud or self.bare.holds(module) or self.ledger.sampler.exact):
             self.bare.quiet.add(key)
         return result
 

@@ -41,7 +41,10 @@ class RunningStatistics:
 
     def _own(self) -> list[Tensor]:
         """What the layers have. The averages are where it is and of its dtype, also after the model was moved."""
-        own: list[Tensor] = [layer._buffers[key] for layer, key, _, _ in self.found]
+        own: list[Any] = [layer._buffers.get(key) for layer, key, _, _ in self.found]
+        if any([now is None for now in own]):  # noqa: C419 - a layer was told to keep none: half the time of a generator
+            self.found = [known for known, now in zip(self.found, own, strict=True) if now is not None]
+            own = [now for now in own if now is not None]
         kinds = [(tensor.device, tensor.dtype) for tensor in own]
         if kinds != self.kinds:
             self.kinds = kinds
@@ -85,7 +88,9 @@ def exchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     try:
         yield
     finally:
-        _exchange(places)  # also where the model has another dtype by now: what is kept must not be lost
+        # Backwards, as one tensor may be in several places. Also where the model has another dtype by now: what is kept
+        # must not be lost.
+        _exchange(places[::-1])
 
 
 @torch.no_grad()

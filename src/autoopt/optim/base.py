@@ -211,6 +211,7 @@ class AutoOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         source = self._attached()
+        source.begin()
         self._refuse_step(source)
         with torch.no_grad():
             readings = [

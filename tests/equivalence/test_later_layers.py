@@ -1,0 +1,104 @@
+"""A layer that first runs in a later pass, as with LayerDrop, is seen as it would have been in the first one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoopt.capture import Capture
+from equivalence.bare_cases import parameter
+from equivalence.by_sample import contributions
+from equivalence.cases import assert_close
+
+N, D = 5, 4
+
+
+class Positions(nn.Module):
+    """The same for all samples, wherever it is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.runs = nn.Embedding(2 * N, D), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(x.shape[1])) if self.runs else x
+
+
+class Token(nn.Module):
+    """A parameter that has to be watched, so that later passes watch this part alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = parameter(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Block(nn.Module):
+    """Positions in a part that another layer shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.positions, self.linear = nn.LayerNorm(D), Positions(), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.positions(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.parts, self.head = nn.Linear(D, D), nn.Sequential(*parts), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.parts(self.first(x))).mean(1))
+
+
+NETS = {
+    "nothing was watched": lambda: Net(Positions()),
+    "another part was": lambda: Net(Token(), Positions()),
+    "its block was quiet": lambda: Net(Token(), Block()),
+    "two were watched": lambda: Net(Token(), nn.Sequential(Positions(), Token())),
+}
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("places", [N, N + 2], ids=["as many places as samples", "more places"])
+@pytest.mark.parametrize("kind", NETS)
+def test_a_layer_that_runs_later(kind: str, places: int, exact: bool) -> None:
+    torch.manual_seed(0)
+    model = NETS[kind]().double()
+    positions = next(module for module in model.modules() if isinstance(module, Positions))
+    capture = Capture(model, dict(model.named_parameters()), elementwise=True)
+    capture.exact = exact
+    for positions.runs in (False, False, True, False, True, True):
+        x = torch.randn(N, places, D, dtype=torch.float64)
+        expected = contributions(model, lambda model, x=x: model(x).square().sum(1))
+        model.zero_grad()
+        capture.clear()
+        model(x).square().sum(1).mean().backward()
+        for name, c in expected.items():
+            if c.any():
+                assert_close(capture.second_moment(name), c.square().sum(0), 1e-10, name)
+
+
+# Dynamo's own: of tracing any Function, and of looking at tensors between two graphs
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_with_a_parameter_in_one_part_and_positions_in_another() -> None:
+    torch.manual_seed(0)
+    model = Net(Positions(), Token()).double()
+    model.parts[0].runs = True
+    capture = Capture(model, dict(model.named_parameters()), elementwise=True)
+    compiled = torch.compile(model, backend="eager")
+    for places in (N, N, N + 2):
+        x = torch.randn(N, places, D, dtype=torch.float64)
+        expected = contributions(model, lambda model, x=x: model(x).square().sum(1))
+        model.zero_grad()
+        capture.clear()
+        compiled(x).square().sum(1).mean().backward()
+        for name, c in expected.items():
+            if c.any():
+                assert_close(capture.second_moment(name), c.square().sum(0), 1e-10, name)
