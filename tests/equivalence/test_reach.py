@@ -80,6 +80,18 @@ def test_two_passes_through_one_graph(pair: Pair) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_a_pass_through_layers_that_it_does_not_add_to(pair: Pair) -> None:
+    """It goes on to the images, and what it passed serves the next one."""
+    wanted = whole(pair)
+    pair.x.requires_grad_()
+    loss = pair.loss()
+    loss.backward(inputs=[*pair.of(LAST), pair.x], retain_graph=True)
+    loss.backward(inputs=pair.of(FIRST))
+    found = pair.squares()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("names", [FIRST, LAST], ids=" ".join)
 def test_gradients_that_are_given_back_count_for_nothing(pair: Pair, names: list[str]) -> None:
     wanted = whole(pair)

@@ -116,7 +116,7 @@ class Ledger:
 
     def smooth(self, graph: int) -> None:
         """A layer was looked at in the pass of that number: of the pass itself no more is to be asked, as a rule."""
-        if self.begins(graph) and self.reach.trusts(graph):
+        if self.reach.trusts(graph):
             self._smooth = graph
 
     def as_usual(self, site: "Site", samples: int) -> bool:
