@@ -29,7 +29,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.middle = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)
-        self.linear, self.last = nn.Linear(16, 5), nn.LayerNorm(5)
+        self.linear, self.last, self.head = (
+            nn.Linear(16, 5),
+            nn.LayerNorm(5),
+            nn.Linear(20, 2),
+        )  # this one by all samples
         self.use = "once"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +55,7 @@ class Net(nn.Module):
                 return self.middle(h)
 
     def end(self, h: Tensor) -> Tensor:
-        return self.last(self.linear(h.flatten(2)))
+        return self.head(self.last(self.linear(h.flatten(2))).flatten(1))
 
 
 def images(seed: int, samples: int = N) -> Tensor:

@@ -65,7 +65,7 @@ class Glance:
         self.operation, self.site, self.kept, self.samples, self.some = operation, site, kept, samples, some
         self.shape = shape
         site.opened(self)
-        self.usual = usual and some is not ALL and self.outer == -1
+        self.usual = usual and self.outer == -1
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         dy = gradients[0]
@@ -77,7 +77,7 @@ class Glance:
         if self.usual and not (self.spent or site.repeated) and site.ledger.as_usual(site, self.samples):
             self.spent = True
             kept, self.kept = self.kept, ()
-            self._look_at_some(site.names, dy, kept, early=False)
+            self._look(site.names, dy, kept, early=False)
             return
         try:
             self._take(dy)
@@ -109,13 +109,18 @@ class Glance:
             for role in names:
                 if site.compares(role):
                     site.note(role, self._gradient(role, dy, kept))
-        look = self._look_at_all if self.some is ALL else self._look_at_some
         if recording(dy.device):
-            ledger.aside.do(lambda: look(names, dy, kept, early=True), dy, *kept)
+            ledger.aside.do(lambda: self._look(names, dy, kept, early=True), dy, *kept)
             return
-        look(names, dy, kept, early=False)
+        self._look(names, dy, kept, early=False)
         if self.outer == -1:
             ledger.smooth(graph)
+
+    def _look(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
+        if self.some is ALL:
+            self._look_at_all(names, dy, kept)
+        else:
+            self._look_at_some(names, dy, kept, early)
 
     def _look_at_some(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
         """Have a kernel do so at once, or set them apart from the others, which are freed as the pass goes on."""
@@ -136,7 +141,7 @@ class Glance:
         operation = self.operation
         return operation.weight_gradient(dy, kept) if role == "weight" else operation.bias_contributions(dy).sum(0)
 
-    def _look_at_all(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...], early: bool) -> None:
+    def _look_at_all(self, names: dict[str, str], dy: Tensor, kept: tuple[Tensor, ...]) -> None:
         site, operation, total = self.site, self.operation, self.site.ledger.total
         for role, name in names.items():
             weight = role == "weight"
