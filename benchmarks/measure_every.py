@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_time import SAMPLES, stepper
+from step_time import SAMPLES, Trained
 
 from autoopt import AutoAdam, AutoSGD
 from autoopt_lab.provenance import provenance
@@ -41,18 +41,19 @@ def cost(rounds: int) -> list[dict[str, Any]]:
     """The ratio of every kind and k, in every round."""
     torch.manual_seed(0)
     x, y = torch.randn(SAMPLES, 1, 28, 28), torch.randint(0, 10, (SAMPLES,))
-    steps = {(kind, 0): stepper(make, x, y) for kind, make in PLAIN.items()}
-    steps |= {(kind, k): stepper(partial(make, measure_every=k), x, y) for kind, make in KINDS.items() for k in EVERY}
+    made = {(kind, 0): make for kind, make in PLAIN.items()}
+    made |= {(kind, k): partial(make, measure_every=k) for kind, make in KINDS.items() for k in EVERY}
+    steps = {key: Trained(make, x, y, compiled=False).step for key, make in made.items()}
     for step in steps.values():  # through the first k steps, all of which measure
         for _ in range(2 * BURST):
             step()
     times: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
     for _ in range(rounds):
         for key, step in steps.items():
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(BURST):
                 step()
-            times[key].append((time.perf_counter() - start) / BURST)
+            times[key].append((time.process_time() - start) / BURST)
     ratios = {key: [a / b for a, b in zip(times[key], times[key[0], 0], strict=True)] for key in steps if key[1]}
     return [{"kind": kind, "every": k, "ratios": found} for (kind, k), found in ratios.items()]
 

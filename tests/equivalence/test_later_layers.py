@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from autoopt.capture import Capture
+from autoopt.capture import Capture, bare
 from equivalence.bare_cases import parameter
 from equivalence.by_sample import contributions
 from equivalence.cases import assert_close
@@ -102,3 +105,32 @@ def test_compiled_with_a_parameter_in_one_part_and_positions_in_another() -> Non
         for name, c in expected.items():
             if c.any():
                 assert_close(capture.second_moment(name), c.square().sum(0), 1e-10, name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_in_a_checkpoint_are_no_later_ones(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are run again after the pass, and the model need not be watched for that."""
+    made: list[str] = []
+
+    class Noted(bare.Watch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self.module)
+
+    monkeypatch.setattr(bare, "Watch", Noted)
+    model = nn.Sequential(nn.Linear(D, D), Checkpointed(nn.Linear(D, D), reentrant), nn.Linear(D, D))
+    capture = Capture(model, dict(model.named_parameters()), elementwise=True)
+    for _ in range(3):
+        model.zero_grad()
+        capture.clear()
+        model(torch.randn(N, D)).sum().backward()
+    assert len(made) == 1
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
