@@ -68,6 +68,18 @@ class Pieces:
         return torch.ones(self.number, dtype=torch.float64)
 
 
+def everywhere(device: torch.device) -> bool:
+    return True
+
+
+def here(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers)
+
+
+def nowhere(tensor: Tensor) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()
+
+
 def module(name: str, **content: Any) -> Any:
     """Have a module of kernels hold this instead, and need no Triton."""
     made = ModuleType(name)
@@ -85,10 +97,10 @@ def as_on_a_gpu() -> Iterator[None]:
     kernels = {name: Kernel() for name in ("sums", "decide", "update")}
     with contextlib.ExitStack() as stack:
         for where in (alone, lengths, fused):
-            stack.enter_context(mock.patch.object(where, "available", return_value=True))
+            stack.enter_context(mock.patch.object(where, "available", everywhere))
         for where in (building, fused):
-            stack.enter_context(mock.patch.object(where, "pinned", lambda numbers, device: torch.tensor(numbers)))
-        stack.enter_context(mock.patch.object(torch.cuda, "device_of", return_value=contextlib.nullcontext()))
+            stack.enter_context(mock.patch.object(where, "pinned", here))
+        stack.enter_context(mock.patch.object(torch.cuda, "device_of", nowhere))
         stack.enter_context(mock.patch.object(sampled, "ROOM", 0))
         stack.enter_context(mock.patch.object(inputs, "LOOKS", 1))
         stack.enter_context(module("autoopt.moments.one", plan=lambda *arguments: Plan()))
