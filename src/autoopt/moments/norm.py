@@ -272,14 +272,15 @@ def prepare_batch_norm(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tup
     layer._check_input_dim(x)
     if layer.training:
         F._verify_batch_size(x.size())  # type: ignore[attr-defined]
-    momentum = layer.momentum
-    if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
+    momentum, own = layer.momentum, layer._buffers  # where modules look last, and slowly
+    counted, mean, var = own.get("num_batches_tracked"), own.get("running_mean"), own.get("running_var")
+    if layer.training and layer.track_running_stats and counted is not None:
+        counted.add_(1)
         if momentum is None:  # a cumulative average
-            momentum = 1.0 / float(layer.num_batches_tracked)
-    training = layer.training or layer.running_mean is None
-    keeps = not layer.training or layer.track_running_stats
-    mean, var = (layer.running_mean, layer.running_var) if keeps else (None, None)
+            momentum = 1.0 / float(counted)
+    training = layer.training or mean is None
+    if layer.training and not layer.track_running_stats:
+        mean = var = None
     return BatchNorm(mean, var, training, 0.0 if momentum is None else momentum, layer.eps), x
 
 
