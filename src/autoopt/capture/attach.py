@@ -106,6 +106,7 @@ class Capture(Source):
     def _site(self, holder: Holder) -> Site:
         known = self.sites.get(holder.path)
         if known is not None and known.layer is not holder.layer:  # another layer was put in its place
+            self.ledger.holding.pop(known, None)
             _leave(self.sites.pop(holder.path))
             self.current.entrance.forget(holder.path)
             self.bare.met.discard(holder.path)
