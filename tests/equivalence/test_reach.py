@@ -113,6 +113,20 @@ def test_a_parameter_that_is_frozen_meanwhile(pair: Pair) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
+def test_a_parameter_that_is_frozen_for_one_of_several_passes(pair: Pair) -> None:
+    """In the middle of it, where autograd is not given to keep what it needs."""
+    for freezes in (False, True):
+        for name in pair.named:
+            with torch.autograd.graph.save_on_cpu():
+                loss = pair.loss()
+            pair.named[name].requires_grad_(not freezes)
+            loss.backward()
+            pair.named[name].requires_grad_(True)
+            found = pair.capture.second_moment(name)
+            assert (found is None) == (pair.named[name].grad is None) == freezes
+            pair.squares()
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -54,6 +54,9 @@ class Observe(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             # of weight and bias
             adds = any(executes(node) for node, _ in ctx.next_functions[1:3] if node is not None)
+            # what is frozen since the forward pass is added to no more
+            observes_weight = observes_weight and site.parameter("weight").requires_grad
+            observes_bias = observes_bias and site.parameter("bias").requires_grad
             if adds:
                 site.check(rows, ctx)
             else:
