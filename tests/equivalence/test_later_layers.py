@@ -59,6 +59,30 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.parts(self.first(x))).mean(1))
 
 
+class WithoutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.without = Positions(), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.without):
+            return self.positions(x)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modules that were watched, one after the other."""
+    found: list[str] = []
+
+    class Noted(bare.Watch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            found.append(self.module)
+
+    monkeypatch.setattr(bare, "Watch", Noted)
+    return found
+
+
 NETS = {
     "nothing was watched": lambda: Net(Positions()),
     "another part was": lambda: Net(Token(), Positions()),
@@ -67,24 +91,69 @@ NETS = {
 }
 
 
+def assert_seen(capture: Capture, model: nn.Module, places: int) -> None:
+    """A pass, whose statistics are those of each sample alone."""
+    x = torch.randn(N, places, D, dtype=torch.float64)
+    expected = contributions(model, lambda model: model(x).square().sum(1))
+    model.zero_grad()
+    capture.clear()
+    model(x).square().sum(1).mean().backward()
+    for name, c in expected.items():
+        if c.any() and model.get_parameter(name).requires_grad:
+            assert_close(capture.second_moment(name), c.square().sum(0), 1e-10, name)
+
+
+def started(model: nn.Module, exact: bool = False) -> tuple[Capture, Positions]:
+    capture = Capture(model, dict(model.named_parameters()), elementwise=True)
+    capture.exact = exact
+    return capture, next(module for module in model.modules() if isinstance(module, Positions))
+
+
+more_places = pytest.mark.parametrize("places", [N, N + 2], ids=["as many places as samples", "more places"])
+
+
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
-@pytest.mark.parametrize("places", [N, N + 2], ids=["as many places as samples", "more places"])
+@more_places
 @pytest.mark.parametrize("kind", NETS)
 def test_a_layer_that_runs_later(kind: str, places: int, exact: bool) -> None:
     torch.manual_seed(0)
     model = NETS[kind]().double()
-    positions = next(module for module in model.modules() if isinstance(module, Positions))
-    capture = Capture(model, dict(model.named_parameters()), elementwise=True)
-    capture.exact = exact
+    capture, positions = started(model, exact)
     for positions.runs in (False, False, True, False, True, True):
-        x = torch.randn(N, places, D, dtype=torch.float64)
-        expected = contributions(model, lambda model, x=x: model(x).square().sum(1))
+        assert_seen(capture, model, places)
+
+
+@more_places
+def test_a_layer_that_runs_frozen_at_first_and_trains_later(places: int) -> None:
+    torch.manual_seed(0)
+    model = Net(Positions()).double()
+    capture, positions = started(model)
+    for positions.runs, trains in ((True, False), (False, True), (True, True), (True, True)):
+        positions.table.weight.requires_grad_(trains)
+        assert_seen(capture, model, places)
+
+
+@more_places
+def test_a_layer_that_runs_without_gradients_at_first(places: int) -> None:
+    torch.manual_seed(0)
+    model = Net(WithoutGradients()).double()
+    capture, positions = started(model)
+    for positions.runs, model.parts[0].without in ((True, True), (True, False), (True, False)):
+        assert_seen(capture, model, places)
+
+
+def test_layers_that_never_run_are_waited_for_in_some_passes(
+    watched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bare, "PATIENCE", 3)
+    model = Net(nn.LayerNorm(D)).double()
+    model.unused = nn.Linear(D, D).double()
+    capture = Capture(model, dict(model.named_parameters()), elementwise=True)
+    for _ in range(8):
         model.zero_grad()
         capture.clear()
-        model(x).square().sum(1).mean().backward()
-        for name, c in expected.items():
-            if c.any():
-                assert_close(capture.second_moment(name), c.square().sum(0), 1e-10, name)
+        model(torch.randn(N, N, D).double()).sum().backward()
+    assert watched == ["Net"] * 3
 
 
 # Dynamo's own: of tracing any Function, and of looking at tensors between two graphs
@@ -108,23 +177,15 @@ def test_compiled_with_a_parameter_in_one_part_and_positions_in_another() -> Non
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_in_a_checkpoint_are_no_later_ones(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_in_a_checkpoint_are_no_later_ones(reentrant: bool, watched: list[str]) -> None:
     """They are run again after the pass, and the model need not be watched for that."""
-    made: list[str] = []
-
-    class Noted(bare.Watch):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self.module)
-
-    monkeypatch.setattr(bare, "Watch", Noted)
     model = nn.Sequential(nn.Linear(D, D), Checkpointed(nn.Linear(D, D), reentrant), nn.Linear(D, D))
     capture = Capture(model, dict(model.named_parameters()), elementwise=True)
     for _ in range(3):
         model.zero_grad()
         capture.clear()
         model(torch.randn(N, D)).sum().backward()
-    assert len(made) == 1
+    assert len(watched) == 1
 
 
 class Checkpointed(nn.Module):

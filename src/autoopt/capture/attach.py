@@ -109,7 +109,7 @@ class Capture(Source):
             self.ledger.holding.pop(known, None)
             _leave(self.sites.pop(holder.path))
             self.current.entrance.forget(holder.path)
-            self.bare.met.discard(holder.path)
+            self.current.met.discard(holder.path)
         if holder.path not in self.sites:
             layer, rule = holder.layer, rule_of(holder)
             assert rule is not None

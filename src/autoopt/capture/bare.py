@@ -28,6 +28,7 @@ from autoopt.capture.watch import Watch, flags_of, kind_of
 
 WATCHED = "_autoopt_watched"
 KINDS = 1024  # of passes to remember
+PATIENCE = 100  # passes in which to wait for layers that are left out so far
 WRAPPERS = (DistributedDataParallel, DataParallel, torch._dynamo.OptimizedModule)
 
 
@@ -74,7 +75,7 @@ class Bare:
         self.everywhere = False  # the whole model has to be watched
         self.focus: Focus | None = None  # and of it this part alone
         self.needed = False  # layers with rules are among what has to be watched
-        self.met: set[str] = set()  # the layers that a Watch saw
+        self._patience = PATIENCE  # watched passes that are left for layers that were not seen yet
         self._whole: set[tuple[Any, ...]] = set()  # flags of calls of which no one part holds all of that
         self._looked: set[Any] = set()  # kinds of passes that were watched once
         self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
@@ -140,9 +141,10 @@ class Bare:
         kind = kind_of(module, args, kwargs, trained)
         if self.focus is not None and self.focus.trained != trained:
             self.focus = None  # what is thawed may be used anywhere
-        settled = not self.everywhere or self._focused(module, args, kwargs)
-        if settled and kind in self._looked and self.complete(module):
+        settled, complete = not self.everywhere or self._focused(module, args, kwargs), self.complete(module)
+        if settled and kind in self._looked and complete:
             return forward(*args, **kwargs)
+        self._patience -= not complete
         entrance: Entrance = self.ledger.current.entrance
         if not self.holding and entrance.blind(module):  # the first axis is the batch in all layers, as it was warned
             return forward(*args, **kwargs)
@@ -194,10 +196,14 @@ class Bare:
             self._swap(part, next(name for name, module in self.root.named_modules() if module is part))
 
     def complete(self, module: nn.Module) -> bool:
-        """Whether a Watch saw all layers in a module that train: of another one nobody knows what it will be given."""
-        if len(self.met) == len(self.sites):
+        """Whether all layers in a module that train were seen: of another one nobody knows what it will be given.
+
+        One that was not in a hundred passes, as an unused head, is taken never to be.
+        """
+        met = self.ledger.current.met
+        if self._patience <= 0 or len(met) == len(self.sites):
             return True
-        unseen = {site.layer for name, site in self.sites.items() if name not in self.met and site.trains()}
+        unseen = {site.layer for name, site in self.sites.items() if name not in met and site.trains()}
         return not unseen or unseen.isdisjoint(module.modules())
 
     def trained(self) -> tuple[bool, ...]:
@@ -224,6 +230,7 @@ class Bare:
         """Leave the modules; those that nobody else watches get their own classes back."""
         self._looked.clear()
         self.quiet.clear()
+        self.loud.clear()
         for module in self.names:
             others = tuple(seat for seat in vars(module).pop(WATCHED, ()) if seat.bare is not self)
             if others:

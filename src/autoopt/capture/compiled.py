@@ -1,5 +1,6 @@
 """What a compiled backward pass, which runs none of this library's Python, cannot check for itself."""
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -13,7 +14,7 @@ class Compiled:
 
     def __init__(self) -> None:
         self.rows = 0  # samples of the last of these; the later passes are taken to have as many
-        self._known: set[Site] = set()  # the layers
+        self._known: weakref.WeakSet[Site] = weakref.WeakSet()  # the layers
 
     def samples(self, sites: Iterable[Site]) -> int:
         """How many samples the compiled part of the pass that just ended had; 0 if there was none.

@@ -72,6 +72,7 @@ class Pass:
     withheld: set[str] = field(default_factory=set)  # parameters whose gradients FSDP keeps until it may reduce them
     left: tuple[str, Tensor] | None = None  # a parameter that had a gradient before the first pass, and if not of zeros
     clears: bool = False  # whether gradients were seen to be cleared by zeros
+    met: set[str] = field(default_factory=set)  # layers that a Watch saw take samples, or that a checkpoint ran again
     watch: Any = None  # the Watch that looks at the forward pass under way, if one does
     entrance: Any = None  # the Entrance that says where the samples lie in the layers' inputs
 

@@ -34,7 +34,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
             operation, batch = site.prepare(self, input)
             return glance.run(site, operation, input, batch, some, usual=True)
         if site is None or site.current.resting or not observable() or not site.trains():
-            return unobserved(site, self, input, *more, **options)
+            return plain.forward(self, input, *more, **options)
         watch = site.current.watch
         if not (site.routed or (watch is not None and watch.routes.known(input))) and site.blank(input):
             return plain.forward(self, input, *more, **options)
@@ -51,16 +51,10 @@ def observed(plain: type[Any]) -> type[nn.Module]:
             raise site.unknown(input)
         return _run_eagerly(self, input) if torch.compiler.is_compiling() and site.eager else _run(self, input)
 
-    def unobserved(site: Site | None, *given: Any, **options: Any) -> Any:
-        """A Watch is told, as a checkpoint may run the layer again, in a backward pass."""
-        if site is not None and site.current.watch is not None:
-            site.current.watch.bare.met.add(site.name)
-        return plain.forward(*given, **options)
-
     def forward_composite(self: nn.Module, *args: Any, **options: Any) -> Any:
         site: Composite | None = self.__dict__.get(SITE)
         if site is None or site.current.resting or not observable() or not site.trains():
-            return unobserved(site, self, *args, **options)
+            return plain.forward(self, *args, **options)
         site.reached()
         site.takes(args[0] if args else options.get("input"))
         if site.current.watch is not None:

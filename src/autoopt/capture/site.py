@@ -138,6 +138,7 @@ class Site:
         """A use begins, outside of any compiled graph. One whose graph still waits for its backward pass repeats it."""
         ctx.outer, ctx.spent = torch._C._current_graph_task_id(), False
         if ctx.outer != -1:  # a checkpoint runs it again, in a backward pass at whose end all that it adds is known
+            self.current.met.add(self.name)
             self.current.due()
             return
         waiting = self._waiting.get(ctx.part)

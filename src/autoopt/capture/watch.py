@@ -136,7 +136,7 @@ class Watch(TorchFunctionMode):
 
     def layer(self, site: Site, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer that has a rule of its own."""
-        self.bare.met.add(site.name)
+        site.current.met.add(site.name)
         tensors = list(tensors_in((*args, *kwargs.values())))
         packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
         same = bool(tensors) and all(map(self.constant, tensors))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from autoopt.moments.operation import Operation, Positions, by_feature, fused, viewed, wide
 
 ONLY_INPUT = (True, False, False)
+KEPT = ("num_batches_tracked", "running_mean", "running_var")  # by a BatchNorm layer
 
 
 @dataclass(frozen=True)
@@ -270,15 +271,15 @@ def prepare_group_norm(layer: nn.GroupNorm, x: Tensor) -> tuple[GroupNorm, Tenso
 def prepare_batch_norm(layer: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tuple[BatchNorm, Tensor]:
     """The operation of an nn.BatchNormNd, which like the layer's own forward counts the batches that it has seen."""
     layer._check_input_dim(x)
-    if layer.training:
-        F._verify_batch_size(x.size())  # type: ignore[attr-defined]
     momentum, own = layer.momentum, layer._buffers  # where modules look last, and slowly
-    counted, mean, var = own.get("num_batches_tracked"), own.get("running_mean"), own.get("running_var")
+    counted, mean, var = [own[key] if key in own else getattr(layer, key) for key in KEPT]
+    training = layer.training or mean is None
+    if training:
+        F._verify_batch_size(x.size())  # type: ignore[attr-defined]
     if layer.training and layer.track_running_stats and counted is not None:
         counted.add_(1)
         if momentum is None:  # a cumulative average
             momentum = 1.0 / float(counted)
-    training = layer.training or mean is None
     if layer.training and not layer.track_running_stats:
         mean = var = None
     return BatchNorm(mean, var, training, 0.0 if momentum is None else momentum, layer.eps), x
