@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoopt.capture import Capture, bare
+from autoopt.capture import Capture
 from equivalence.bare_cases import parameter
 from equivalence.by_sample import contributions
 from equivalence.cases import assert_close
+from equivalence.watching import watched
+
+__all__ = ["watched"]  # a fixture
 
 N, T, D = 5, 3, 4
 
@@ -78,20 +81,6 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
         return self.cell(h.mean(1), vars(self.embed).pop("start"))
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modules that were watched, one after the other."""
-    found: list[str] = []
-
-    class Noted(bare.Watch):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            found.append(self.module)
-
-    monkeypatch.setattr(bare, "Watch", Noted)
-    return found
 
 
 def observing(model: nn.Module, exact: bool = False) -> Capture:

@@ -13,6 +13,9 @@ from autoopt.capture import Capture, bare
 from equivalence.bare_cases import parameter
 from equivalence.by_sample import contributions
 from equivalence.cases import assert_close
+from equivalence.watching import watched
+
+__all__ = ["watched"]  # a fixture
 
 N, D = 5, 4
 
@@ -69,20 +72,6 @@ class WithoutGradients(nn.Module):
             return self.positions(x)
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modules that were watched, one after the other."""
-    found: list[str] = []
-
-    class Noted(bare.Watch):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            found.append(self.module)
-
-    monkeypatch.setattr(bare, "Watch", Noted)
-    return found
-
-
 NETS = {
     "nothing was watched": lambda: Net(Positions()),
     "another part was": lambda: Net(Token(), Positions()),
@@ -91,13 +80,13 @@ NETS = {
 }
 
 
-def assert_seen(capture: Capture, model: nn.Module, places: int) -> None:
-    """A pass, whose statistics are those of each sample alone."""
+def assert_seen(capture: Capture, model: nn.Module, places: int, run: Any = None) -> None:
+    """A pass of the model, or of what runs it, whose statistics are those of each sample alone."""
     x = torch.randn(N, places, D, dtype=torch.float64)
     expected = contributions(model, lambda model: model(x).square().sum(1))
     model.zero_grad()
     capture.clear()
-    model(x).square().sum(1).mean().backward()
+    (model if run is None else run)(x).square().sum(1).mean().backward()
     for name, c in expected.items():
         if c.any() and model.get_parameter(name).requires_grad:
             assert_close(capture.second_moment(name), c.square().sum(0), 1e-10, name)
@@ -163,17 +152,10 @@ def test_compiled_with_a_parameter_in_one_part_and_positions_in_another() -> Non
     torch.manual_seed(0)
     model = Net(Positions(), Token()).double()
     model.parts[0].runs = True
-    capture = Capture(model, dict(model.named_parameters()), elementwise=True)
+    capture, _ = started(model)
     compiled = torch.compile(model, backend="eager")
     for places in (N, N, N + 2):
-        x = torch.randn(N, places, D, dtype=torch.float64)
-        expected = contributions(model, lambda model, x=x: model(x).square().sum(1))
-        model.zero_grad()
-        capture.clear()
-        compiled(x).square().sum(1).mean().backward()
-        for name, c in expected.items():
-            if c.any():
-                assert_close(capture.second_moment(name), c.square().sum(0), 1e-10, name)
+        assert_seen(capture, model, places, compiled)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
