@@ -59,14 +59,15 @@ class Block(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
 
 
-def resnet18() -> nn.Module:
-    """ResNet-18 for images of 32 x 32."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    width = 64
-    for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        layers += [Block(width, outputs, stride), Block(outputs, outputs, 1)]
-        width = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+def resnet18(width: int = 64) -> nn.Module:
+    """ResNet-18 for images of 32 x 32; `width`: the channels of its first stage."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
+    for stage, stride in enumerate((1, 2, 2, 2)):
+        outputs = width << stage
+        layers += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
 
 
 def give_up_recording(stream: torch.cuda.Stream) -> None:

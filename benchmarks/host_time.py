@@ -4,7 +4,7 @@
 
 A ResNet-18 whose layers are so narrow that a CPU spends its time on Python, autograd and the start of operations, and
 our kernels replaced by such as do nothing: a GPU would run them, and the host go on. What it takes the host to start
-them is missing, some microseconds for each: one for a layer, and six for a step. All take turns, step by step; process
+them is missing, some microseconds for each: one for a layer, and five for a step. All take turns, step by step; process
 time, the lower quartile, as whatever else the machine does only adds to it.
 """
 
@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from gpu_check import Block
+from gpu_check import resnet18
 from torch import Tensor, nn
 
 from autoopt import AutoAdam, AutoSGD
@@ -31,7 +31,7 @@ from autoopt.capture import alone, inputs, lengths, sampled
 from autoopt.moments import building
 from autoopt.optim import fused
 
-WARM, STEPS, SAMPLES = 40, 250, 4
+WARM, STEPS, SAMPLES, WIDTH = 40, 250, 4, 4
 PHASES = ("forward", "backward", "step")
 MAKE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "plain": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True),
@@ -109,21 +109,12 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def net(width: int = 4) -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    for stage, stride in enumerate((1, 2, 2, 2)):
-        outputs = 4 << stage
-        layers += [Block(width, outputs, stride), Block(outputs, outputs, 1)]
-        width = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-
-
 class Loop:
     """A net under one optimizer."""
 
     def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
         torch.manual_seed(0)
-        self.model = net()
+        self.model = resnet18(WIDTH)
         self.optimizer = make(self.model)
         self.x, self.y = torch.randn(SAMPLES, 3, 8, 8), torch.randint(0, 10, (SAMPLES,))
         self.times: list[list[float]] = []

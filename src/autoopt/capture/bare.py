@@ -76,6 +76,7 @@ class Bare:
         self.focus: Focus | None = None  # and of it this part alone
         self.needed = False  # layers with rules are among what has to be watched
         self._patience = PATIENCE  # watched passes that are left for layers that were not seen yet
+        self._unseen: tuple[Any, set[nn.Module]] = None, set()  # these layers, and what they go by
         self._whole: set[tuple[Any, ...]] = set()  # flags of calls of which no one part holds all of that
         self._looked: set[Any] = set()  # kinds of passes that were watched once
         self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
@@ -141,7 +142,8 @@ class Bare:
         kind = kind_of(module, args, kwargs, trained)
         if self.focus is not None and self.focus.trained != trained:
             self.focus = None  # what is thawed may be used anywhere
-        settled, complete = not self.everywhere or self._focused(module, args, kwargs), self.complete(module)
+        settled = not self.everywhere or self._focused(module, args, kwargs)
+        complete = self.complete(module, trained)
         if settled and kind in self._looked and complete:
             return forward(*args, **kwargs)
         self._patience -= not complete
@@ -195,16 +197,18 @@ class Bare:
         if part not in self.names:
             self._swap(part, next(name for name, module in self.root.named_modules() if module is part))
 
-    def complete(self, module: nn.Module) -> bool:
+    def complete(self, module: nn.Module, trained: tuple[bool, ...]) -> bool:
         """Whether all layers in a module that train were seen: of another one nobody knows what it will be given.
 
         One that was not in a hundred passes, as an unused head, is taken never to be.
         """
         met = self.ledger.current.met
-        if self._patience <= 0 or len(met) == len(self.sites):
-            return True
-        unseen = {site.layer for name, site in self.sites.items() if name not in met and site.trains()}
-        return not unseen or unseen.isdisjoint(module.modules())
+        known = trained, len(met), len(self.sites)
+        if known != self._unseen[0]:  # seldom, while every watched module asks
+            left = {site.layer for name, site in self.sites.items() if name not in met and site.trains()}
+            self._unseen = known, left
+        unseen = self._unseen[1]
+        return not unseen or self._patience <= 0 or unseen.isdisjoint(module.modules())
 
     def trained(self) -> tuple[bool, ...]:
         """Which of the parameters are not frozen."""

@@ -249,7 +249,7 @@ class Watch(TorchFunctionMode):
             return run(*args, **kwargs)
         key = kind_of(module, args, kwargs, self.trained)
         on_top = _get_current_function_mode() is self  # else a mode of the user's is, which is to see what it sees
-        quiet = key in self.bare.quiet and self.bare.complete(module)
+        quiet = key in self.bare.quiet and self.bare.complete(module, self.trained)
         if quiet and on_top and not self.ledger.sampler.exact:
             self.ledger.current.watch = None
             try:
