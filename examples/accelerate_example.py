@@ -1,6 +1,6 @@
 """Accelerate: prepare() takes the optimizer like any other. Run it plainly, or with `accelerate launch`.
 
-pip install '.[hf]'; python examples/accelerate_example.py --steps 200
+pip install '.[hf,lab]'; python examples/accelerate_example.py --steps 200
 """
 
 import argparse
@@ -38,7 +38,8 @@ def main() -> None:
             optimizer.zero_grad()
 
     x, y = x.to(accelerator.device), y.to(accelerator.device)
-    wrong = (model(x[1440:]).argmax(1) != y[1440:]).float().mean().item()
+    with torch.no_grad(), optimizer.optimizer.averaged():
+        wrong = (model(x[1440:]).argmax(1) != y[1440:]).float().mean().item()
     accelerator.print(f"test error {wrong:.2%}")
 
 

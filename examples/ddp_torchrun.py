@@ -38,7 +38,8 @@ def main() -> None:
         F.cross_entropy(parallel(x[batch]), y[batch]).backward()
         optimizer.step()
 
-    wrong = (model(x[test]).argmax(1) != y[test]).float().mean().item()
+    with torch.no_grad(), optimizer.averaged():
+        wrong = (model(x[test]).argmax(1) != y[test]).float().mean().item()
     chosen: list[object] = [None] * ranks
     dist.all_gather_object(chosen, optimizer.tuned())
     if rank == 0:

@@ -1,6 +1,6 @@
 """Fine-tuning with frozen layers: learn the digits 0 to 4, then 5 to 9 with a new head on the frozen body.
 
-python examples/fine_tuning.py --steps 200
+pip install '.[lab]'; python examples/fine_tuning.py --steps 200
 """
 
 import argparse

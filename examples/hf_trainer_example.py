@@ -1,6 +1,6 @@
 """The Hugging Face Trainer: auto(...) makes the optimizer once the model is in place; the callback logs what it chose.
 
-pip install '.[hf]'; python examples/hf_trainer_example.py --steps 200
+pip install '.[hf,lab]'; python examples/hf_trainer_example.py --steps 200
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """An image classifier: a small CNN on scikit-learn's digits, with no learning rate and no momentum to choose.
 
-python examples/image_classifier.py --steps 400
+pip install '.[lab]'; python examples/image_classifier.py --steps 400
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Lightning: return the optimizer from configure_optimizers; the monitor logs rate, momentum and noise of every layer.
 
-pip install '.[lightning]'; python examples/lightning_example.py --steps 200
+pip install '.[lightning,lab]'; python examples/lightning_example.py --steps 200
 """
 
 import argparse
@@ -54,7 +54,8 @@ def main() -> None:
     )
     model = Classifier()
     trainer.fit(model, DataLoader(train, batch_size=64, shuffle=True))
-    error = trainer.test(model, DataLoader(test, batch_size=500), verbose=False)[0]["error"]
+    with trainer.optimizers[0].averaged():
+        error = trainer.test(model, DataLoader(test, batch_size=500), verbose=False)[0]["error"]
     print(f"test error {error:.2%}")
 
 

@@ -2,7 +2,7 @@
 
 At half time each label y becomes (3y + 1) mod 10. There is no schedule that would have to know of it.
 
-python examples/streaming_drift.py --steps 600
+pip install '.[lab]'; python examples/streaming_drift.py --steps 600
 """
 
 import argparse

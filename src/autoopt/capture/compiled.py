@@ -40,8 +40,7 @@ class Compiled:
             raise RuntimeError(
                 f"layer '{site.name}' was used {uses:.0f} times in one backward pass of a compiled model. What a "
                 "sample adds must be summed over the uses, for which the layer must run outside of the compiled graph: "
-                "after making the optimizer, run one forward and backward pass under "
-                "torch.compiler.set_stance('force_eager'), then zero_grad(), and it will."
+                "compile the model without fullgraph=True."
             )
         rows = {site.name: samples for site, (samples, _) in table.items()}
         few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)

@@ -60,7 +60,7 @@ class AutoOptimizer(Optimizer, ABC):
         measure_every: measure the noise at the first k steps and then at every k-th one. The passes of the steps
             between cost what they cost without this library, and those steps go by the noise measured last.
         exact: look at every sample of the batch everywhere. Else convolutions, normalisations and layers over
-            sequences, which would take longer for that than for their gradients, look at some: see
+            sequences, which would take longer for that than for their gradients, look at one: see
             `autoopt.capture.sampled`. rule="paper" always looks at all.
         weight_decay: coupled, added to the gradient, or decoupled as in AdamW.
         decoupled_weight_decay: shrink the weights at each step instead, by this share of the step: of the rate α
