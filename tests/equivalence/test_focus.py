@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoopt.capture import Capture
+from autoopt.capture import Capture, bare
 from equivalence.bare_cases import parameter
 from equivalence.by_sample import contributions
 from equivalence.cases import assert_close
@@ -83,6 +83,27 @@ class Recurrent(nn.Module):
         return self.cell(h.mean(1), vars(self.embed).pop("start"))
 
 
+class Worded(nn.Module):
+    """A model whose blocks are told a word, with parameters at both ends that lie in no one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.scale = Embed(), Told(), parameter(D)
+
+    def forward(self, x: Tensor, word: str) -> Tensor:
+        return (self.block(self.embed(x), word) * self.scale).mean(1)
+
+
+class Told(nn.Linear):
+    """Does with a word what a model does with the name of a data set."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+
+    def forward(self, x: Tensor, word: str = "") -> Tensor:
+        return super().forward(x).tanh()
+
+
 def observing(model: nn.Module, exact: bool = False) -> Capture:
     capture = Capture(model, dict(model.named_parameters()), elementwise=True)
     capture.exact = exact
@@ -145,6 +166,29 @@ def test_a_parameter_of_others_may_be_used_later(watched: list[str]) -> None:
     for model.skips in (True, False):
         assert_seen(capture, model)
     assert watched == ["Vision", "Vision"]
+
+
+def test_a_part_that_was_replaced_is_not_waited_for(watched: list[str]) -> None:
+    """It holds parameters, but the model does not hold it any more."""
+    model = Vision(Embed()).double()
+    capture = observing(model)
+    model.embed = Embed().double()
+    capture.add(dict(model.embed.named_parameters(prefix="embed")))
+    for _ in range(3):
+        assert_seen(capture, model)
+    assert watched == ["Vision", "embed", "embed"]
+
+
+def test_of_ever_new_kinds_of_calls_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are watched as the first ones were."""
+    monkeypatch.setattr(bare, "KINDS", 3)
+    model = Worded().double()
+    capture = observing(model)
+    for number in range(8):
+        assert_seen(capture, model, word=f"a word {number}")
+        assert_seen(capture, model, word=f"a word {number}")
+    for memory in (capture.bare._quiet, capture.bare._looked, capture.bare._whole):
+        assert 0 < len(memory) <= 3
 
 
 def test_exact_statistics_watch_the_whole(watched: list[str]) -> None:

@@ -79,8 +79,7 @@ class Bare:
         self._unseen: tuple[Any, set[nn.Module]] = None, set()  # these layers, and what they go by
         self._whole: set[tuple[Any, ...]] = set()  # flags of calls of which no one part holds all of that
         self._looked: set[Any] = set()  # kinds of passes that were watched once
-        self.quiet: set[tuple[Any, ...]] = set()  # calls of modules in which only layers with rules met parameters
-        self.loud: set[tuple[Any, ...]] = set()  # calls in which something else did, once at least
+        self._quiet: dict[Any, bool] = {}  # kinds of calls of parts: whether only layers with rules ever met parameters
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
         self.placed: set[Site] = set()  # layers that were told where their samples are
         self._holders: dict[str, Site] = {}  # name of a parameter -> a layer that has it
@@ -185,17 +184,32 @@ class Bare:
         part, known = watch.around(), self.focus
         if not watch.events or flags in self._whole or (known is not None and known.flags != flags):
             return
+        if len(self._whole) >= KINDS:
+            return
         if known is not None and part is not None and part in known.module.modules():
             return  # this pass needed less
         more = known is None or (part is not None and known.module in part.modules())
         # what others hold than a part may be used by others
-        if part is None or not more or not self.holding <= set(part.modules()):
+        if part is None or not more or not self._held() <= set(part.modules()):
             self._whole.add(flags)
             self.focus = None
             return
         self.focus = Focus(part, flags, watch.trained)
         if part not in self.names:
             self._swap(part, next(name for name, module in self.root.named_modules() if module is part))
+
+    def _held(self) -> set[nn.Module]:
+        """Those that hold parameters without a rule, and are not replaced by now."""
+        return self.holding.intersection(self.root.modules())
+
+    def quiet(self, kind: Any) -> bool:
+        """Whether nothing has to be seen in calls of a part that are of this kind."""
+        return self._quiet.get(kind, False)
+
+    def heard(self, kind: Any, *, quiet: bool) -> None:
+        """One was watched. What was not quiet once never is again; of too many kinds those that are new are watched."""
+        if kind in self._quiet or len(self._quiet) < KINDS:
+            self._quiet[kind] = quiet and self._quiet.get(kind, True)
 
     def complete(self, module: nn.Module, trained: tuple[bool, ...]) -> bool:
         """Whether all layers in a module that train were seen: of another one nobody knows what it will be given.
@@ -233,8 +247,7 @@ class Bare:
     def detach(self) -> None:
         """Leave the modules; those that nobody else watches get their own classes back."""
         self._looked.clear()
-        self.quiet.clear()
-        self.loud.clear()
+        self._quiet.clear()
         for module in self.names:
             others = tuple(seat for seat in vars(module).pop(WATCHED, ()) if seat.bare is not self)
             if others:

@@ -249,7 +249,7 @@ class Watch(TorchFunctionMode):
             return run(*args, **kwargs)
         key = kind_of(module, args, kwargs, self.trained)
         on_top = _get_current_function_mode() is self  # else a mode of the user's is, which is to see what it sees
-        quiet = key in self.bare.quiet and self.bare.complete(module, self.trained)
+        quiet = self.bare.quiet(key) and self.bare.complete(module, self.trained)
         if quiet and on_top and not self.ledger.sampler.exact:
             self.ledger.current.watch = None
             try:
@@ -263,11 +263,10 @@ class Watch(TorchFunctionMode):
         if not torch.is_grad_enabled() or any(self.layouts.get(tensor) != 0 for tensor in tensors_in((result,))):
             return result
         if self.events > before:
-            self.bare.loud.add(key)
-            self.bare.quiet.discard(key)
+            self.bare.heard(key, quiet=False)
             self._around += [(module, self.events - before)] if plain else []
-        elif not (key in self.bare.loud or self.bare.holds(module) or self.ledger.sampler.exact):
-            self.bare.quiet.add(key)
+        elif not (self.bare.holds(module) or self.ledger.sampler.exact):
+            self.bare.heard(key, quiet=True)
         return result
 
     def _begins_anew(self, tensors: Sequence[Tensor]) -> bool:
