@@ -21,10 +21,11 @@ from autoopt.capture.current import observable
 from autoopt.capture.distributed import active_group
 from autoopt.capture.entrance import Entrance
 from autoopt.capture.generated import restore, stands_for, subclass
+from autoopt.capture.kinds import flags_of, kind_of
 from autoopt.capture.ledger import Ledger
 from autoopt.capture.rowwise import Plan
 from autoopt.capture.site import Site
-from autoopt.capture.watch import Watch, flags_of, kind_of
+from autoopt.capture.watch import Watch
 
 WATCHED = "_autoopt_watched"
 KINDS = 1024  # of passes to remember

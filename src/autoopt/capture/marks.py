@@ -1,21 +1,10 @@
 """Notes on tensors that a Watch takes."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
-
-
-@dataclass
-class Made:
-    """What is known of a tensor that was computed from parameters alone."""
-
-    alike: bool  # its rows are copies of one, one for each sample
-    again: Callable[[], Any] | None = None  # computes it with samples in place of what has a row for each
-    sure: bool = False  # it has a row for each sample, and not only as many rows
-    used: bool = False  # it met samples
 
 
 class Marks:

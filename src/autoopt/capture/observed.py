@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from autoopt.capture import glance
+from autoopt.capture import glance, layers
 from autoopt.capture.composite import Composite
 from autoopt.capture.current import observable, operands
 from autoopt.capture.distributed import active_group
@@ -46,7 +46,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
         site.reached()
         site.takes(input)
         if watch is not None:
-            return watch.layer(site, functools.partial(_run, self), input)
+            return layers.run(watch, site, functools.partial(_run, self), input)
         if site.routed:
             raise site.unknown(input)
         return _run_eagerly(self, input) if torch.compiler.is_compiling() and site.eager else _run(self, input)
@@ -58,7 +58,7 @@ def observed(plain: type[Any]) -> type[nn.Module]:
         site.reached()
         site.takes(args[0] if args else options.get("input"))
         if site.current.watch is not None:
-            return site.current.watch.layer(site, functools.partial(run, site), *args, **options)
+            return layers.run(site.current.watch, site, functools.partial(run, site), *args, **options)
         return run(site, *args, **options)
 
     return subclass(plain, forward if runner_for(plain) is None else forward_composite, SITE)
