@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoopt.capture.probe import Found, Layout, probe
+from autoopt.capture.answer import Found, Layout
+from autoopt.capture.probe import probe
 from autoopt.moments import prepare_for
 from equivalence.axes import (
     B,

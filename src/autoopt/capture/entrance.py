@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from autoopt.capture.answer import Path
+from autoopt.capture.batch import batch_size
 from autoopt.capture.compiling import eagerly, may_leave, uncompiled
 from autoopt.capture.current import Pass, observable
 from autoopt.capture.generated import restore, stands_for, subclass
-from autoopt.capture.probe import Path, batch_size, named_leaves, probe
+from autoopt.capture.probe import named_leaves, probe
 from autoopt.capture.rerun import patient, random_numbers, same_random_numbers
 from autoopt.capture.site import Site
 
