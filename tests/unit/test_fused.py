@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoopt import AutoAdaGrad, AutoAdam, AutoAdamW, AutoNAdam, AutoSGD
-from autoopt.capture import Source
+from autoopt.capture import Source, lengths
 from autoopt.moments import building
-from autoopt.optim import fused
+from autoopt.optim import bucket, fused
 from autoopt.optim.bucket import ENLARGED, HELD, Bucket
 from autoopt.optim.reading import Swept
 from autoopt.optim.robust import Robust
@@ -78,7 +78,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.other = nn.Linear(37, 23), nn.Linear(23, 23)
         self.conv = nn.Conv2d(3, 5, 3)
-        self.wide, self.out = nn.Linear(23, 750), nn.Linear(750, 3)
+        self.wide, self.out = nn.Linear(23, 120), nn.Linear(120, 3)
         self.still = nn.Linear(3, 3, bias=False)
         if last:
             self.conv.to(memory_format=torch.channels_last)
@@ -139,17 +139,22 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 class TestKernels:
     pytestmark = runs_kernels
 
+    @pytest.fixture(autouse=True)
+    def _short_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of which the widest tensor has two, as large ones have: an interpreter takes long for every row."""
+        monkeypatch.setattr(bucket, "RUN", 4)
+
     @pytest.mark.parametrize(("make", "options"), OPTIONS.values(), ids=OPTIONS)
-    def test_twenty_steps_agree_with_the_twin(
+    def test_ten_steps_agree_with_the_twin(
         self, make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         ends = []
         for kernels in (False, True):
             with path(kernels, monkeypatch) as sweeps:
                 model, optimizer = start(make, options)
-                for number in range(20):
+                for number in range(10):
                     step(model, optimizer, number, bad=number == 7)
-                assert len(sweeps) == (20 if kernels else 0)
+                assert len(sweeps) == (10 if kernels else 0)
             ends.append(held(model, optimizer))
         assert_close(*ends)
 
@@ -513,26 +518,28 @@ class TestDecision:
     def test_a_step_takes_few_operations(
         self, make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each costs a launch, or at least the host's time; as many for 40 tensors as for 5."""
+        """Each costs a launch, or at least the host's time; as many for 40 tensors as for 5, and none takes all 40,
+        as torch's operations on many tensors do, of which some hundred are one launch."""
         found = [self._operations(make, options, tensors, monkeypatch) for tensors in (5, 40)]
         assert found[0] == found[1]
-        assert found[0].total() <= 16, found[0]
+        assert found[0].total() <= 18, found[0]
 
     def _operations(
         self, make: Any, options: dict[str, Any], tensors: int, monkeypatch: pytest.MonkeyPatch
     ) -> Counter[str]:
+        from autoopt.moments import length
         from autoopt.optim import kernels
 
         class Counting(TorchDispatchMode):
             def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                found[str(function)] += 1
+                found[f"{function} of {sum(len(each) for each in args if isinstance(each, list))}"] += 1
                 return function(*args, **kwargs or {})
 
         class Counted:
             """A kernel, whose interpreter takes operations of its own."""
 
-            def __init__(self, name: str) -> None:
-                self.name, self.kernel = name, getattr(kernels, name)
+            def __init__(self, module: Any, name: str) -> None:
+                self.name, self.kernel = name, getattr(module, name)
 
             def __getitem__(self, grid: Any) -> Any:
                 return lambda *args, **kwargs: self.launch(grid, args, kwargs)
@@ -544,8 +551,9 @@ class TestDecision:
 
         found = Counter[str]()
         with path(True, monkeypatch), monkeypatch.context() as patch:
-            for name in ("sums", "decide", "update"):
-                patch.setattr(kernels, name, Counted(name))
+            patch.setattr(lengths, "available", lambda device: True)
+            for module, name in [(kernels, "sums"), (kernels, "decide"), (kernels, "update"), (length, "squares")]:
+                patch.setattr(module, name, Counted(module, name))
             layers = [nn.Linear(4, 4) for _ in range(tensors // 2)] + [nn.Linear(4, 4, bias=False)] * (tensors % 2)
             model = nn.Sequential(*layers).to(DEVICE)
             optimizer = make(model, **options)
@@ -556,7 +564,7 @@ class TestDecision:
                 found.clear()
                 with Counting():
                     optimizer.step()
-        assert found["sums"] == found["decide"] == found["update"] == 1
+        assert found["sums"] == found["decide"] == found["update"] == found["squares"] == 1
         return found
 
 

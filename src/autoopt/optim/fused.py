@@ -18,6 +18,7 @@ from autoopt.moments.operation import alike
 from autoopt.optim.bucket import AVERAGE, ENLARGED, HELD, ROW, STATISTICS, Bucket
 
 SUMS = 8  # how many there are, below
+TOTAL: tuple[Any, tuple[int, ...], int] = torch.Size(), (), 0  # how one number lies in memory
 UNITS = 4096  # that one program decides on; for more the operations do
 
 
@@ -69,11 +70,13 @@ def sweep(
     group: dict[str, Any],
     form: Form,
     gradients: Sequence[Tensor | None],
-    squares: Sequence[Tensor | None] | Tensor | None,
+    squares: Sequence[Tensor | None] | None,
     sizes: Tensor | None,
+    *,
+    elementwise: bool,
 ) -> "Sweep | None":
     """The first kernel; None where it cannot be built, as without a C compiler. It writes nothing that is kept."""
-    found = built("sums", lambda: Sweep(bucket, group, form, gradients, squares, sizes))
+    found = built("sums", lambda: Sweep(bucket, group, form, gradients, squares, sizes, elementwise))
     bucket.buildable = found is not None
     return found
 
@@ -86,8 +89,9 @@ class Sweep:
         group: its options.
         form: the metric.
         gradients: of each parameter; None: it has none.
-        squares: Σ_i c_i² of every element or, as one tensor, of every parameter; None: this step measures none.
+        squares: Σ_i c_i² of each parameter; None: this step measures none.
         sizes: what tells the factors that the gradients were multiplied by since, and these squares were not.
+        elementwise: the squares are of every element, and not the sum over these.
     """
 
     def __init__(
@@ -96,8 +100,9 @@ class Sweep:
         group: dict[str, Any],
         form: Form,
         gradients: Sequence[Tensor | None],
-        squares: Sequence[Tensor | None] | Tensor | None,
+        squares: Sequence[Tensor | None] | None,
         sizes: Tensor | None,
+        elementwise: bool,
     ) -> None:
         from autoopt.optim import kernels
 
@@ -105,7 +110,7 @@ class Sweep:
         self.present = bucket.present(gradients)
         self.weights = Operand(bucket, "weights", bucket.params)
         self.gradient = Operand(bucket, "gradient", gradients)
-        square = None if squares is None or isinstance(squares, Tensor) else Operand(bucket, "square", squares)
+        square = None if squares is None else Operand(bucket, "square", squares, totals=not elementwise)
         self.powers = bucket.steps if form.decay is None else form.decay**bucket.steps
 
         decay = group["weight_decay"]
@@ -115,7 +120,9 @@ class Sweep:
         self.shared = {
             "METRIC": metric,
             "COUPLED": self.coupled,
-            "ALIGNED": all(operand.aligned for operand in (self.weights, self.gradient, square) if operand),
+            "ALIGNED": all(
+                operand.aligned for operand in (self.weights, self.gradient, square if elementwise else None) if operand
+            ),
             "TILE": kernels.TILE[metric],
             "WIDTH": ROW,
             "num_warps": kernels.WARPS,
@@ -125,14 +132,14 @@ class Sweep:
 
         estimate, runs, known = bucket.buffers["estimate"], len(bucket.runs[0]) - 1, bucket.statistics
         out = torch.empty(runs, SUMS, dtype=STATISTICS, device=bucket.device)
-        spread = self.gradient.table if squares is None else square.table if square else squares
+        spread = self.gradient if square is None else square
         with torch.cuda.device_of(estimate):
             kernels.sums[(runs,)](
-                self.gradient.table, spread, estimate, self.second,
+                self.gradient.table, spread.table, estimate, self.second,
                 self.weights.table, out, bucket.runs[0], bucket.tensor_of_row, bucket.unit_of_row, bucket.first_rows,
                 bucket.sizes, out if self.present is None else self.present.view(torch.uint8),
                 self.powers, out if sizes is None else sizes, known["count"], known["age"],
-                *self.numbers, MEASURES=0 if squares is None else 2 if square else 1, CHANGED=sizes is not None,
+                *self.numbers, MEASURES=0 if square is None else 2 if elementwise else 1, CHANGED=sizes is not None,
                 PRESENT=self.present is not None, **self.shared,
             )  # fmt: skip
         self.matrix = bucket.sum_runs(out, 1)  # (units, sums)
@@ -198,22 +205,24 @@ class Operand:
 
     A CUDA graph finds its tensors at the same addresses whenever it runs, but copies the table from the host every
     time: it gets one of its own, of which both ends were there before, as nothing can be allocated for the host while
-    a graph is recorded. Without such a spare one (it is the second graph since a step) the tensors are put together
-    as rows, whose addresses follow from that of the first.
+    a graph is recorded. Without such a spare one (it is the second graph since a step) the tensors are put together,
+    so that their addresses follow from that of the first.
 
     Args:
         bucket: the parameters.
         name: of the table.
         tensors: in the order of the parameters; None: not there.
+        totals: they are one number for each of these.
     """
 
-    def __init__(self, bucket: Bucket, name: str, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, bucket: Bucket, name: str, tensors: Sequence[Tensor | None], *, totals: bool = False) -> None:
         self.tensors = tensors
+        places = [TOTAL] * len(tensors) if totals else bucket.places
         self.flat = [
             tensor
             if tensor is not None and tensor.dtype == torch.float32 and tensor.stride() == place[1]  # as a rule
             else _in_place(tensor, place)
-            for tensor, place in zip(tensors, bucket.places, strict=True)
+            for tensor, place in zip(tensors, places, strict=True)
         ]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.flat]
         known, self.table, self.aligned = bucket.tables.get(name, ([], bucket.first_rows, True))
@@ -230,10 +239,14 @@ class Operand:
                 bucket.recorded.append(spare)
                 self.table.copy_(host.copy_(torch.tensor(addresses)), non_blocking=True)
                 self.aligned = _aligned(addresses)
+            elif totals:
+                whole = bucket.stack(tensors)
+                self.flat = list(whole.unbind())
+                self.table = torch.arange(len(whole), device=bucket.device) * whole.element_size() + whole.data_ptr()
             else:
-                rows = bucket.rows(tensors, name)
-                self.flat, self.aligned = list(bucket.tensors(rows)), True
-                self.table = bucket.first_rows * (ROW * rows.element_size()) + rows.data_ptr()
+                whole = bucket.rows(tensors, name)
+                self.flat, self.aligned = list(bucket.tensors(whole)), True
+                self.table = bucket.first_rows * (ROW * whole.element_size()) + whole.data_ptr()
 
     def _lasts(self, bucket: Bucket) -> bool:
         """Whether the tensors outlive the step: a gradient does not, nor does a copy."""

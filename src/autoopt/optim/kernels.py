@@ -18,7 +18,7 @@ from autoopt.oracle import relative
 # METRIC: 0 is the identity, 1 an average of squares, 2 their sum
 TILE = (2, 1, 1)  # rows that a program holds at once, by the metric: with one it holds more of each
 WARPS = 2  # few, so that a sum over a row is soon there; both by measurement (docs/benchmarks.md)
-# MEASURES: 0 is no spread, 1 one number for each tensor, 2 one for each element
+# MEASURES: 0 is no spread, 1 the address of one number for each tensor, 2 that of one for each element
 
 # Triton takes a number of the host for a float32, and a constexpr for what it is. It stands to the right of an
 # operator: on the left of a tensor the interpreter would make a constexpr of both.
@@ -134,7 +134,9 @@ def _row_sums(
         raw_gg = tl.sum(raw * raw * inverse, 1)
     if MEASURES == 1:
         first = has & (within == 0)  # of each tensor
-        spread = tl.load(square + tensor, mask=first, other=0.0).to(tl.float64)
+        address = tl.load(square + tensor, mask=first, other=0)
+        some = first & (address != 0)  # a rank without samples has none
+        spread = tl.load(address.to(tl.pointer_type(tl.float32)), mask=some, other=0.0).to(tl.float64)
         if CHANGED:
             factor = _factor(sizes, tensor, first)
             spread = spread * (factor * factor)

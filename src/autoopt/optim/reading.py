@@ -101,8 +101,7 @@ def read(
             squares = _scattered(bucket, gradients, squares)
         changed = source.changed(bucket.names, gradients)
     if form is not None:
-        spread = squares if squares is None or elementwise else bucket.stack(squares)
-        swept = sweep(bucket, group, form, gradients, spread, changed)
+        swept = sweep(bucket, group, form, gradients, squares, changed, elementwise=elementwise)
         if swept is not None:
             return Swept(group, bucket, swept, _samples(source, bucket, gradients) if measures else None)
 
