@@ -181,6 +181,16 @@ def test_option_of_a_group_is_checked_too() -> None:
         AutoSGD(model, param_groups=[{"params": model.parameters(), "lr": -1.0}])
 
 
+def test_a_nested_tensor() -> None:
+    model = nn.Sequential(nn.Linear(5, 3))
+    optimizer = AutoSGD(model)
+    x = torch.nested.nested_tensor([torch.randn(n, 5) for n in (2, 4)], layout=torch.jagged)
+    with pytest.raises(RuntimeError, match=r"layer '0' got a nested tensor.*pad it"):
+        model(x)
+    optimizer.detach()
+    model(x)
+
+
 def test_a_layer_called_with_more_than_its_input() -> None:
     """ConvTranspose takes an output size, EmbeddingBag offsets: refused by name while it trains, allowed otherwise."""
     model = nn.Sequential(nn.ConvTranspose1d(1, 1, 3, stride=2))

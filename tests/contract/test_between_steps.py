@@ -185,6 +185,21 @@ def test_gradients_that_a_later_zero_grad_clears_are_none() -> None:
     assert_same(snapshot(model, optimizer), snapshot(clean, clean_optimizer))
 
 
+def test_gradients_that_the_model_clears_are_none() -> None:
+    """The same, where the loop begins with the discriminator's own zero_grad, as PyTorch's tutorial does."""
+    clean, model = mlp(), mlp()
+    clean_optimizer, optimizer = AutoSGD(clean), AutoSGD(model)
+    for batch in batches(3):
+        train(clean, clean_optimizer, [batch])
+        model.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+        backward(model, batches(4)[3])
+    model.zero_grad()
+    clean.zero_grad()
+    assert_same(snapshot(model, optimizer), snapshot(clean, clean_optimizer))
+
+
 @every_optimizer
 def test_evaluation_between_the_steps_changes_nothing(make: Any) -> None:
     clean, model = mlp(), mlp()

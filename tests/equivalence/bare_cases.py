@@ -135,6 +135,21 @@ class MaskTokenMixed(nn.Module):
         return x * (1 - weight) + tokens * weight
 
 
+class ViewedBias(nn.Module):
+    """A bias of pairs of places for each head, repeated for the samples, and seen as rows of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.gate = nn.Embedding(3, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        bias = self.bias((torch.arange(t * t) % 3).view(t, t)).permute(2, 0, 1)
+        bias = bias.unsqueeze(0).repeat(n, 1, 1, 1).view(n * 2, t, t)
+        gate = self.gate(x).transpose(1, 2).reshape(n * 2, t, 1)
+        return (gate * bias).view(n, 2, t, t)
+
+
 class Prompt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -395,6 +410,7 @@ CASES = [
     Case("mask-token-written", MaskTokenWritten, (3, 4), kind="mask"),
     Case("mask-token-mixed", MaskTokenMixed, (3, 4), kind="mask"),
     Case("prompt", Prompt, (3, 4)),
+    Case("viewed-bias", ViewedBias, (5, 4)),
     Case("queries", Queries, (5, 4)),
     Case("place-tokens", lambda: PlaceTokens(3), (3, 4)),
     Case("place-tokens-as-many-samples-as-places", lambda: PlaceTokens(5), (5, 4)),

@@ -336,6 +336,53 @@ def test_new_parameters_are_probed() -> None:
     assert_moments(capture, expected)
 
 
+class Hooked(nn.Module):
+    """Puts a hook on its part in its first pass, as transformers does for hidden states, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.seen, self.hooked = nn.Linear(4, 3), [], False
+        self.alias = self.seen  # of one list
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        if not self.hooked:
+            self.part.register_forward_hook(lambda *_: self.seen.append("hook"))
+            self.hooked = True
+        if cache is not None:
+            cache.append(x)
+        y: Tensor = self.part(x) * len(self.alias)
+        return y
+
+
+def test_what_the_probe_adds_to_a_model_is_gone() -> None:
+    plain, model = Hooked(), Hooked()
+    model.load_state_dict(plain.state_dict())
+    attach(model)
+    x = torch.randn(5, 4)
+    for _ in range(2):
+        assert torch.equal(plain(x), model(x))
+    assert model.seen is model.alias
+    assert len(model.seen) == len(plain.seen) == 2
+    assert len(model.part._forward_hooks) == 1
+
+
+class Cache:
+    """What a user's loop gives a model to fill."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def append(self, key: Tensor) -> None:
+        self.keys.append(key)
+
+
+def test_a_cache_that_is_passed_in_is_filled_once() -> None:
+    model, cache = Hooked(), Cache()
+    attach(model)
+    model(torch.randn(5, 4), cache)
+    assert len(cache.keys) == 1
+
+
 def test_the_error_comes_with_every_pass() -> None:
     model = Crossed()
     attach(model)

@@ -77,6 +77,55 @@ def test_a_translator_with_a_loop_over_a_cell_trains(make: Callable[[nn.Module],
     assert all(0 <= chosen.noise < float("inf") for chosen in optimizer.tuned().values())
 
 
+class Speaker(nn.Module):
+    """Its first word, and so the first input of its cell, is the same for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.words = nn.Linear(5, 6), nn.Embedding(7, 5)
+        self.cell, self.head = nn.LSTMCell(5, 6), nn.Linear(6, 7)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        h, said = self.start(x), []
+        c, word = torch.zeros_like(h), torch.zeros(len(x), dtype=torch.long)
+        for following in words.unbind(1):
+            h, c = self.cell(self.words(word), (h, c))
+            said.append(h)
+            word = following
+        logits: Tensor = self.head(torch.stack(said, 1))
+        return logits
+
+
+class Slots(nn.Module):
+    """Several learned states of each sample, which compete for its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots, self.embed = nn.Parameter(torch.randn(3, 6)), nn.Linear(4, 6)
+        self.cell, self.head = nn.GRUCell(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts, slots = self.embed(x), self.slots.expand(len(x), -1, -1)
+        for _ in range(2):
+            seen = (slots @ parts.mT).softmax(1) @ parts
+            slots = self.cell(seen.flatten(0, 1), slots.reshape(-1, 6)).view(len(x), 3, 6)
+        logits: Tensor = self.head(slots)
+        return logits
+
+
+@both_moments
+def test_a_cell_may_be_given_the_same_for_all(elementwise: bool) -> None:
+    words = torch.randint(7, (N, 4))
+    x = torch.randn(N, 5, dtype=torch.float64)
+    assert_exact(Speaker().double(), lambda m: m(x, words).square().flatten(1).sum(1), elementwise)
+
+
+@both_moments
+def test_a_cell_may_be_given_several_learned_states_of_each_sample(elementwise: bool) -> None:
+    x = torch.randn(N, 7, 4, dtype=torch.float64)
+    assert_exact(Slots().double(), lambda m: m(x).square().flatten(1).sum(1), elementwise)
+
+
 @both_moments
 @pytest.mark.parametrize("make", [Classifier, Translator])
 def test_whole_models_are_exact(make: Callable[[], nn.Module], elementwise: bool) -> None:

@@ -405,6 +405,27 @@ def test_a_gradient_penalty_is_refused(glanced: list[glance.Glance]) -> None:
     slope.square().sum().backward()
 
 
+class Potential(nn.Module):
+    """An energy, and by its slope the forces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, places: Tensor) -> Tensor:
+        places = places.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(places).sum(), places, create_graph=True)
+        return slope
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_forces_are_refused_in_the_same_words(exact: bool) -> None:
+    model = Potential()
+    watched(model).exact = exact
+    with pytest.raises(RuntimeError, match=r"layer 'net\.\d' with create_graph=True.*for forces"):
+        model(torch.randn(8, 5, 3))
+
+
 def test_a_frozen_weight_keeps_no_input(glanced: list[glance.Glance]) -> None:
     model = Pair()
     capture = watched(model)

@@ -89,6 +89,13 @@ def as_samples(
     return run
 
 
+def of_any_strides(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """What does the same as a function where the samples' rows may lie in memory otherwise."""
+    if func is Tensor.view and not isinstance(args[1], torch.dtype):
+        return Tensor.reshape
+    return Tensor.reshape_as if func is Tensor.view_as else func
+
+
 def given(watch: "Watch", value: Any) -> Any:
     """What leaves the calls that are seen: if it has a row for each sample, these are the samples'.
 

@@ -137,6 +137,8 @@ class Pass:
 
     def _begin(self, graph: int, name: str, samples: int) -> None:
         cleared = self.cleared()
+        if cleared:  # whoever did so: the model's own zero_grad, say
+            self.left = None
         self.failed = (self.failed or self.unfinished) and not cleared
         self.anew = cleared and not self.unfinished
         self.unfinished = True

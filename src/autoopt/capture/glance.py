@@ -88,12 +88,7 @@ class Glance:
 
     def _take(self, dy: Tensor) -> None:
         site = self.site
-        if torch.is_grad_enabled():  # else what a second backward pass adds to the weights would go unseen
-            raise RuntimeError(
-                f"backward ran through layer '{site.name}' with create_graph=True, as for a gradient penalty: what is "
-                "differentiated twice has no statistics. Leave its parameters to another optimizer through "
-                "param_groups, or freeze them for that pass."
-            )
+        site.refuse_twice()
         ledger = site.ledger
         names = ledger.reach.among(site)
         if not names:

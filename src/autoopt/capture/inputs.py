@@ -36,7 +36,7 @@ def size(given: Any) -> Tensor | None:
     Of what is not zero: words and categories, which are mostly absent, are not small. Zero if all is.
     """
     x = given.data if isinstance(given, PackedSequence) else given
-    if not isinstance(x, Tensor) or not x.is_floating_point() or recording(x.device):
+    if not isinstance(x, Tensor) or x.is_nested or not x.is_floating_point() or recording(x.device):
         return None
     if x.requires_grad and (not x.is_leaf or isinstance(x, nn.Parameter)):
         return None

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from autoopt.capture import computed, meeting, scattered
 from autoopt.capture.layout import FOLDED, LOST, axis_of, folded, folds
 from autoopt.capture.marks import tensors_in
-from autoopt.capture.rowwise import Call
+from autoopt.capture.rowwise import Call, rows_of
 from autoopt.capture.site import Site
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def run(watch: "Watch", site: Site, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A layer's pass, by `forward`; it is told where its samples are, or tells."""
+    known = watch.samples == 1 and site.name in site.current.met  # what one sample shows is nothing against that
     site.current.met.add(site.name)
     tensors = list(tensors_in((*args, *kwargs.values())))
     packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
@@ -35,14 +36,14 @@ def run(watch: "Watch", site: Site, forward: Callable[..., Any], *args: Any, **k
         return _same_for_all(watch, site, forward, tensors, args, kwargs)
     if any(map(watch.derived, tensors)):
         args, kwargs = tree_map(functools.partial(computed.given, watch), (args, kwargs))
-        if _knows(site) and not packed:
+        if (_knows(site) or isinstance(site.layer, nn.RNNCellBase)) and not packed:
             args, kwargs = _by_samples(watch, site, args, kwargs)
         tensors = list(tensors_in((*args, *kwargs.values())))
     sampled = [(tensor, layout) for tensor in tensors if (layout := watch.layout(tensor)) is not None]
     tensor, layout = sampled[0]
     if site.settled and not _knows(site):
         sampled[0] = tensor, _seen(site, tensor, watch.samples)
-    elif not packed:
+    elif not (packed or known):
         sampled[0] = tensor, _place(watch, site, tensor, layout)
     with torch._C.DisableTorchFunction():
         result = forward(*args, **kwargs)
@@ -69,13 +70,14 @@ def _same_for_all(
 def _by_samples(watch: "Watch", site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a layer that has an axis for samples in each, where they come from parameters: learned first
     states, and queries of a layer that takes (time, batch, features)."""
-    own, states = 0 if site.layer.batch_first else 1, isinstance(site.layer, nn.RNNBase)
+    cell, states = isinstance(site.layer, nn.RNNCellBase), isinstance(site.layer, nn.RNNBase)
+    own, dims = (0, 2) if cell else (0 if site.layer.batch_first else 1, 3)
 
     def by_row(axis: int, value: Any) -> Any:
-        fits = isinstance(value, Tensor) and value.dim() == 3 and value.shape[axis] == watch.samples
+        fits = isinstance(value, Tensor) and value.dim() == dims and rows_of(value.movedim(axis, 0), watch.samples)
         if not fits or not watch.derived(value) or not torch.is_grad_enabled():
             return value
-        return computed.by_row(watch, value.movedim(axis, 0)).squeeze(1).movedim(0, axis)
+        return computed.by_row(watch, value.movedim(axis, 0)).flatten(0, 1).movedim(0, axis)
 
     def of(place: int | str, value: Any) -> Any:
         return tree_map(functools.partial(by_row, 1 if states and place not in (0, "input") else own), value)

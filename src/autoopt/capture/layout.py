@@ -32,6 +32,13 @@ WRITING = {
 PRODUCTS = {"matmul", "mm", "bmm", "einsum", "__matmul__", "__rmatmul__", "linear", "cdist", "addmm", "baddbmm"}
 
 
+def of_one(tensor: Tensor, layout: int) -> int:
+    """The layout of a tensor that holds nothing but one sample: any axis of one row numbers it, and else all rows."""
+    if layout >= 0 and tensor.shape[layout] == 1:
+        return layout
+    return next((axis for axis, length in enumerate(tensor.shape) if length == 1), FOLDED if tensor.dim() else LOST)
+
+
 def folded(axis: int) -> int:
     """The layout of a tensor in which consecutive rows of that axis are one sample."""
     return FOLDED if axis == 0 else LOST - axis

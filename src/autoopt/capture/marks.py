@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from autoopt.capture.layout import of_one
+
 
 class Marks:
     """Notes on tensors, as long as they live."""
@@ -19,6 +21,17 @@ class Marks:
 
     def put(self, tensor: Tensor, note: Any) -> None:
         self._notes[id(tensor)] = weakref.ref(tensor), note
+
+
+class Layouts(Marks):
+    """Where the samples are, in tensors that hold some."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def put(self, tensor: Tensor, note: int | None) -> None:
+        super().put(tensor, of_one(tensor, note) if note is not None and self.samples == 1 else note)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

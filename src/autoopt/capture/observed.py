@@ -75,6 +75,11 @@ def _run(layer: Any, x: Tensor) -> Tensor:
                 "parameters are used once more than is seen. Leave them to another optimizer through param_groups, or "
                 'make this one with spread="passes".'
             )
+    if x.is_nested:
+        raise RuntimeError(
+            f"layer '{site.name}' got a nested tensor, in which it is not seen what one sample adds: pad it "
+            '(x.to_padded_tensor(0.0)), or make the optimizer with spread="passes".'
+        )
     if site.axis and x.dim() == 2 and isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm):
         raise RuntimeError(
             f"layer '{site.name}' got an input of shape {tuple(x.shape)} where it takes (time, batch, features): give "

@@ -25,6 +25,7 @@ Where the answer is not plain:
 - *A forward pass that raises* when it runs again, inputs without a tensor, a list of samples: no layouts, a warning.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -132,7 +133,7 @@ class Inquiry:
             return second, second.found(doubt=not second.own and second.batch.size > 1, warning=warning)
         best, other = (second, first) if better else (first, second)
         warning = first.batch.or_shared() if not better and len(parts) == 1 else None
-        return best, best.found(doubt=bool(other.own), warning=warning)
+        return best, best.found(doubt=bool(other.own) or best is second, warning=warning)
 
     def _alone(self, held: Sequence[int], matters: bool) -> Answer | None:
         """The leading input alone is changed, and of the others those with which nothing mixes either."""
@@ -173,7 +174,19 @@ def _runs(model: nn.Module, batch: Batch, structure: pytree.TreeSpec, layers: Ma
             with same_random_numbers(devices):
                 leaves = batch.leaves if change is None else batch.with_changed(change)
             with same_random_numbers(devices):
-                copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                copies = list(map(_copied, leaves))
                 args, kwargs = pytree.tree_unflatten(copies, structure)
                 traces.append(rerun(model, args, kwargs, layers))
     return traces
+
+
+def _copied(leaf: Any) -> Any:
+    """An input that the model may change as it likes; a cache of keys and values is filled."""
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    if isinstance(leaf, nn.Module):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # what an object of the user's may raise: it is given as it is
+        return leaf

@@ -1,16 +1,18 @@
 """Running a model again, without a trace, to see what its layers are given.
 
-Gradients are not recorded; random numbers of devices, Python and NumPy, buffers, attributes, training flags and tensors
-that are assigned to parameters are put back. It cannot put back what a forward pass writes elsewhere (a list it appends
-to, a parameter that it changes in place), and hooks that users put on the parts of the model do run. Modules without
+Gradients are not recorded; random numbers of devices, Python and NumPy, buffers, attributes with the lists and dicts
+among them (so hooks, too), training flags and tensors that are assigned to parameters are put back. It cannot put back
+what a forward pass writes elsewhere (a parameter that it changes in place, a list in an object of the user's), and
+hooks that users put on the parts of the model do run. Modules without
 children, so BatchNorm, run in evaluation mode, where samples do not meet; those that hold them keep theirs, since some
 take another path in evaluation, past their layers.
 """
 
+import copy
 import random
 import sys
 import warnings
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from autoopt.capture import sharded
 CHANNELS_SECOND = (
     nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.EmbeddingBag, nn.Bilinear, nn.PReLU,
 )  # fmt: skip
+HOLDING = dict, OrderedDict, defaultdict, list, deque, set  # what a forward pass may add something to
 KNOWN = (nn.RNNBase, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Linear, *CHANNELS_SECOND)
 
 
@@ -89,10 +92,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             torch.set_autocast_cache_enabled(False)  # or training would find weights without a gradient there
             parametrize._cache_enabled = 0
+            copies: dict[int, Any] = {}  # what several modules hold they all see, still
+            for own, then in before if parameters else ():
+                held = {key: value for key, value in then.items() if type(value) in HOLDING}
+                own.update({key: copies.setdefault(id(value), copy.copy(value)) for key, value in held.items()})
             for module in model.modules():
                 own = vars(module)
-                if parameters:
-                    own["_parameters"] = dict(module._parameters)
                 own["_buffers"] = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
                 if next(module.children(), None) is None and not isinstance(module, nn.modules.dropout._DropoutNd):
                     own["training"] = False  # dropout draws the same numbers in every run

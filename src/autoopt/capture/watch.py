@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map
 from autoopt.capture import computed, meeting
 from autoopt.capture.compiling import compiled
 from autoopt.capture.kinds import kind_of
-from autoopt.capture.layout import LOST, carried, follow
+from autoopt.capture.layout import LOST, carried, follow, of_one
 from autoopt.capture.ledger import sources
-from autoopt.capture.marks import Marks, tensors_in
+from autoopt.capture.marks import Layouts, Marks, tensors_in
 from autoopt.capture.routes import INTO, Routes
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Watch(TorchFunctionMode):
         self.abandoned = False  # the axis is another one, and nothing depends on it
         self.events = 0  # calls with parameters outside of their layers, and layers that had to be told something
         self._around: list[tuple[nn.Module, int]] = []  # modules in which there were some that can be watched alone
-        self.layouts = Marks()  # of tensors that hold samples
+        self.layouts = Layouts(self.samples)
         self.routes = Routes(self.layouts, self.samples)  # of rows that lie apart
         self.made = Marks()  # of tensors computed from parameters alone
         for tensor in inputs:
@@ -75,7 +75,7 @@ class Watch(TorchFunctionMode):
         if torch.is_grad_enabled() and any(map(self.derived, tensors)):
             if any(self.layout(tensor) is not None for tensor in tensors if not _chosen(name, tensor, args)):
                 return meeting.meet(self, func, name, args, kwargs)
-            call = functools.partial(self.__torch_function__, func, types)
+            call = functools.partial(self.__torch_function__, computed.of_any_strides(func, args), types)
             again = computed.as_samples(self, name, tensors, call, args, kwargs)
             return computed.derive(self, name, tensors, func(*args, **kwargs), again)
         blank = name in INTO and self._blank(args[0] if args else kwargs["input"])  # before the call
@@ -88,7 +88,7 @@ class Watch(TorchFunctionMode):
         if found:
             steady = self.routes.one_of_each(name, args, kwargs)
             layouts = [0] if steady else follow(func, args, kwargs, sampled, found, self.samples)
-            if LOST in layouts:
+            if LOST in layouts and self.samples > 1:
                 self.routes.follow(name, args, kwargs, [tensor for tensor, _ in sampled], found, blank=blank)
             for tensor, layout in zip(found, layouts, strict=True):
                 self.layouts.put(tensor, layout)
@@ -108,6 +108,7 @@ class Watch(TorchFunctionMode):
         if known is None and tensor.grad_fn is not None and not self.derived(tensor):
             # From a function that nobody saw, as autograd.Function.apply: constants have no graph.
             known = 0 if tensor.dim() and tensor.shape[0] == self.samples else LOST
+            known = of_one(tensor, known) if self.samples == 1 else known
         return known
 
     def constant(self, tensor: Tensor) -> bool:
@@ -178,7 +179,7 @@ class Watch(TorchFunctionMode):
         """The result of the `whole` model, or of a part: there, what parameters alone gave may be used in any way."""
         if whole and any(map(self.derived, tensors_in((result,)))):
             result = tree_map(functools.partial(computed.given, self), result)
-        self.layouts, self.made = Marks(), Marks()  # the graph refers to this, and they refer to tensors
+        self.layouts, self.made = Layouts(self.samples), Marks()  # the graph refers to this, and they refer to tensors
         self.routes = Routes(self.layouts, self.samples)
         return result
 
