@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,6 +149,59 @@ class ViewedBias(nn.Module):
         bias = bias.unsqueeze(0).repeat(n, 1, 1, 1).view(n * 2, t, t)
         gate = self.gate(x).transpose(1, 2).reshape(n * 2, t, 1)
         return (gate * bias).view(n, 2, t, t)
+
+
+class CopiedBehind(nn.Module):
+    """Time comes first, and parameters are copied for the samples on the second axis: a token in front, and places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.places, self.layer = parameter(1, 1, 4), parameter(9, 1, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, n = x.transpose(0, 1), len(x)
+        h = torch.cat([self.token.expand(1, n, 4), h * self.token.repeat(1, n, 1)])
+        h = h + self.places[: len(h)].expand(-1, n, -1)
+        y: Tensor = self.layer(h.tanh())
+        return y.transpose(0, 1)
+
+
+class Sign(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Levels(torch.autograd.Function):
+    """A learned step, as that of a quantisation."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, step: Tensor, most: int) -> Tensor:
+        ctx.save_for_backward(w, step)
+        return (w / step).round().clamp(-most, most) * step
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        w, step = ctx.saved_tensors
+        return gradients[0], (gradients[0] * (w / step).sin()).sum().reshape(step.shape), None
+
+
+class Quantised(nn.Module):
+    """Weights that go through functions of the author's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.binary, self.few, self.step = parameter(3, 4), parameter(2, 3), parameter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, Sign.apply(self.binary)).tanh()
+        return F.linear(h, Levels.apply(self.few, self.step, 3))
 
 
 class Prompt(nn.Module):
@@ -410,6 +464,10 @@ CASES = [
     Case("mask-token-written", MaskTokenWritten, (3, 4), kind="mask"),
     Case("mask-token-mixed", MaskTokenMixed, (3, 4), kind="mask"),
     Case("prompt", Prompt, (3, 4)),
+    Case("copied-behind", CopiedBehind, (5, 4)),
+    Case("copied-behind-square", CopiedBehind, (5, 4), samples=5),
+    Case("quantised", Quantised, (4,)),
+    Case("quantised-sequence", Quantised, (5, 4)),
     Case("viewed-bias", ViewedBias, (5, 4)),
     Case("queries", Queries, (5, 4)),
     Case("place-tokens", lambda: PlaceTokens(3), (3, 4)),

@@ -466,6 +466,37 @@ class Several(nn.Module):
         return (y * self.scale).view(len(x), -1)
 
 
+class Masked(nn.Module):
+    """An autoencoder that sees some of the places, as many of each sample, and puts a token in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.token = nn.Linear(D, D), nn.Linear(D, 2), nn.Parameter(torch.randn(1, 1, D))
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        h = self.embed(x)[seen].view(len(x), -1, D)
+        y: Tensor = self.head(torch.cat([self.token.expand(len(x), -1, -1), h], 1))
+        return y
+
+
+@both_moments
+def test_rows_that_come_together_again(elementwise: bool) -> None:
+    x = torch.randn(N, 6, D, dtype=torch.float64)
+    seen = torch.stack([torch.randperm(6) < 2 for _ in range(N)])
+    assert_exact(Masked().double(), lambda m: m(x, seen).square().flatten(1).sum(1), elementwise)
+
+
+def test_rows_that_come_together_with_others_are_refused() -> None:
+    """As many in all, and not of each sample."""
+    model, seen = Masked(), torch.zeros(N, 6, dtype=torch.bool)
+    seen[:, :2] = True
+    seen[0, 2], seen[1, 0] = True, False
+    optimizer = AutoSGD(model)
+    with pytest.raises(RuntimeError, match=r"'token'.*which axis numbers the samples is not known"):
+        model(torch.randn(N, 6, D), seen)
+    optimizer.detach()
+
+
 @both_moments
 def test_rows_of_one_sample_may_be_added_up(elementwise: bool) -> None:
     assert_exact(Several().double(), losses(torch.randn(N, T, 3).double()), elementwise, passes=2)

@@ -5,7 +5,7 @@ sample gets a copy, whose gradient is its contribution.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class Made:
     again: Callable[[], Any] | None = None  # computes it with samples in place of what has a row for each
     sure: bool = False  # it has a row for each sample, and not only as many rows
     used: bool = False  # it met samples
+    copied: tuple[Tensor, int] | None = None  # what it is copies of, one for each sample on this axis, not the first
 
 
 def derive(watch: "Watch", name: str, tensors: list[Tensor], result: Any, again: Callable[[], Any] | None) -> Any:
@@ -56,7 +57,8 @@ def derive(watch: "Watch", name: str, tensors: list[Tensor], result: Any, again:
             )
             kept = again is not None and not changed and tensor.shape[:1] == (watch.samples,)
             sure = kept and any(map(functools.partial(by_sample, watch), tensors))
-            watch.made.put(tensor, Made(alike, None if changed else again, alike or sure))
+            copied = None if changed or name not in COPYING else _copied(first, tensor, watch.samples)
+            watch.made.put(tensor, Made(alike, None if changed else again, alike or sure, copied=copied))
     return result
 
 
@@ -145,6 +147,17 @@ def copies(watch: "Watch", derived: Tensor) -> Tensor:
     return each
 
 
+def as_copies(watch: "Watch", value: Any, layouts: Collection[int]) -> Any:
+    """The samples' own, if it is a parameter that was copied for them along one of the axes that these layouts say."""
+    made: Made | None = watch.made.get(value) if isinstance(value, Tensor) else None
+    if made is None or made.copied is None or made.copied[1] not in layouts:
+        return value
+    origin, axis = made.copied
+    own = copies(watch, origin).squeeze(1 + axis).movedim(0, axis)
+    watch.layouts.put(own, axis)
+    return own
+
+
 def use(watch: "Watch", derived: Tensor) -> Made | None:
     """Count that it meets samples; what is known of it."""
     made: Made | None = watch.made.get(derived)
@@ -153,6 +166,15 @@ def use(watch: "Watch", derived: Tensor) -> Made | None:
     for parameter in sources(derived):
         watch.uses[parameter] += 2 if watch.bare.borrowed(parameter) else 1  # the layer that holds it uses it, too
     return made
+
+
+def _copied(first: Tensor, tensor: Tensor, samples: int) -> tuple[Tensor, int] | None:
+    """A tensor and the axis, behind the first, along which another one holds so many copies of it."""
+    if tensor.dim() != first.dim():
+        return None
+    grown = [axis for axis in range(first.dim()) if tensor.shape[axis] != first.shape[axis]]
+    axis = grown[0] if len(grown) == 1 else 0
+    return (first, axis) if axis and (first.shape[axis], tensor.shape[axis]) == (1, samples) else None
 
 
 def _version(tensor: Tensor) -> int:

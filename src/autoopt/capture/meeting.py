@@ -1,5 +1,6 @@
 """Calls of a watched pass in which samples meet parameters: they run by a rule, by rows, or sample by sample."""
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,18 @@ def meet(watch: "Watch", func: Callable[..., Any], name: str, args: tuple[Any, .
         with watch:
             return rewritten(*args, **kwargs)
     call = Call.of(func, args, kwargs, watch.derived, watch.layout, watch.samples)
+    places = set(call.layouts.values())
+    own = [computed.as_copies(watch, leaf, places) if i in call.derived else leaf for i, leaf in enumerate(call.leaves)]
+    if not call.in_place and any(map(operator.is_not, own, call.leaves)):
+        with watch:
+            return call.run(own)
     owners = _routed(watch, call)
-    return _one_by_one(watch, call) if owners is None else by_owners(watch, call, owners)
+    if owners is not None:
+        return by_owners(watch, call, owners)
+    lost = [call.leaves[i] for i, layout in call.layouts.items() if layout == LOST]
+    if lost and all(map(watch.routes.gather, lost)):
+        call = Call.of(func, args, kwargs, watch.derived, watch.layout, watch.samples)
+    return _one_by_one(watch, call)
 
 
 def _routed(watch: "Watch", call: Call) -> Tensor | None:

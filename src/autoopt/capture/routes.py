@@ -74,6 +74,20 @@ class Routes:
         self._owners.put(tensor, owners)
         self._singles.put(tensor, single)
 
+    def gather(self, tensor: Tensor) -> bool:
+        """Note that the rows of each sample lie together again, if they do: as many of each, in a row of their own.
+
+        So they do in x[mask].view(N, -1, C). This reads the device, for which a call with such a mask has waited, too.
+        """
+        owners: Tensor | None = self._owners.get(tensor)
+        if owners is None or owners.shape[:1] != (self.samples,) or recording(owners.device):
+            return False
+        own = torch.arange(self.samples, device=owners.device)
+        together = _holds((owners == own.view(-1, *[1] * (owners.dim() - 1))).all())
+        if together:
+            self.lies(tensor, 0)
+        return together
+
     def count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Note what a call gave, if its rows are 0, 1, ..., N - 1, or if it is a constant."""
         if name == "arange":

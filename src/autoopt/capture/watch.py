@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
@@ -100,7 +101,18 @@ class Watch(TorchFunctionMode):
         """Whether it was computed from observed parameters alone, and leads to them."""
         if tensor in self.ledger.names:
             return tensor.requires_grad
+        if self.made.get(tensor) is None and self._of_parameters(tensor):
+            self.made.put(tensor, computed.Made(alike=False))
         return self.made.get(tensor) is not None
+
+    def _of_parameters(self, tensor: Tensor) -> bool:
+        """Whether an autograd.Function, which is not seen to run, made it of parameters: it has the shape of one."""
+        node = tensor.grad_fn
+        if not isinstance(node, BackwardCFunction) or self.layouts.get(tensor) is not None:
+            return False
+        given = [getattr(before, "variable", None) for before, _ in node.next_functions if before is not None]
+        like_one = any(isinstance(one, Tensor) and one.shape == tensor.shape for one in given)
+        return like_one and tensor.shape[:1] != (self.samples,) and all(one in self.ledger.names for one in given)
 
     def layout(self, tensor: Tensor) -> int | None:
         """Where the samples are; None for what holds none."""
