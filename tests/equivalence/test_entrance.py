@@ -227,13 +227,35 @@ def test_an_input_that_all_samples_share(
         assert_optimizer(optimizer, model, tuple(x.double() for x in inputs(b, t)))
 
 
-@pytest.mark.parametrize("places", [5, 7])
-def test_if_the_first_input_may_be_shared_it_is_a_doubt(places: int) -> None:
+class Operator(nn.Module):
+    """A function that each sample stands for, at places that all share and that come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.feature = nn.Linear(2, E), nn.Linear(3, E)
+
+    def forward(self, places: Tensor, x: Tensor) -> Tensor:
+        return self.feature(x).tanh() @ self.place(places).tanh().T
+
+
+@pytest.mark.parametrize("places", [4, 7])
+@pytest.mark.parametrize("model_of", [PlacesFirst, Operator])
+def test_if_the_first_input_may_be_shared_the_rows_of_the_result_tell(
+    model_of: Callable[[], nn.Module], places: int
+) -> None:
     """Nothing mixes the samples, nor the places."""
-    model = PlacesFirst()
-    attach(model)
-    with pytest.warns(UserWarning, match="samples, on axis 1 of its input of shape .* make it the first input"):
-        model(torch.randn(places, 2), torch.randn(5, places, 3))
+    model = model_of().double()
+    optimizer = AutoAdam(model, exact=True)
+    x = torch.randn(5, 3) if model_of is Operator else torch.randn(5, places, 3)
+    with pytest.warns(UserWarning, match=r"given 5 samples, the rows of its input .* of what it returns"):
+        assert_optimizer(optimizer, model, (torch.randn(places, 2).double(), x.double()))
+
+
+def test_if_it_is_as_long_as_the_batch_too() -> None:
+    model = PlacesFirst().double()
+    optimizer = AutoAdam(model, exact=True)
+    with pytest.warns(UserWarning, match=r"given 5 samples, the rows of its input of shape \(5, 5, 3\)"):
+        assert_optimizer(optimizer, model, (torch.randn(5, 2).double(), torch.randn(5, 5, 3).double()))
 
 
 # When the probe runs.

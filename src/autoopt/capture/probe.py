@@ -10,7 +10,8 @@ Where the answer is not plain:
 - *An input that all samples share* (coordinates, weights of time steps) may be as long as the batch: then a change of
   its first row is no change of a sample. Where axis 1 is about to be chosen, axis 0 is asked again with the first input
   alone changed; if nothing mixes then, it is 0 and the others are shared. It may also be the first input that is
-  shared: where samples mix, the length of another one is tried as their number. What cannot be told is a doubt.
+  shared: where samples mix, or are the columns of what the model returns, the length of another one is tried as their
+  number. What cannot be told is a doubt.
 - *Nothing moves* (dead ReLUs, a branch that starts at zero, identical samples of integers): the axis that is as long as
   the batch, the one that the model's inputs have it on or else the first. A layer without such an axis is given the
   same for all samples (positions, say): None.
@@ -115,6 +116,9 @@ class Inquiry:
         if first is None:
             raise problem
         if not mixed:
+            above = next((other for other in elsewhere if first.returned == {1} and other.leads), None)
+            if above is not None:
+                return above, above.found(before=first, warning=above.batch.rather_than(first.batch.lead))
             rival = next((other.batch.lead for other in elsewhere if other.clean), None)
             return first, first.found(warning=None if rival is None else first.batch.or_rather(rival))
         parts = [part for part in (alone, rest) if part is not None and part.clean]
@@ -155,7 +159,7 @@ class Inquiry:
         rivals: list[int] = []
         if first is not None and not mixed:
             rivals = [i for i in first.batch.others if first.batch.axes[i] == 1]
-            rivals += first.batch.twice if first.returned == {1} else []
+            rivals += [i for i in self.tensors if first.batch.axes[i] is None] if first.returned == {1} else []
         elif first is not None and (second is None or second.mixed or second.batch.lead != first.batch.lead):
             later = second.batch.lead if second is not None else first.batch.lead
             rivals = [i for i in self.tensors if first.batch.axes[i] != 0 and self.leaves[i].dim() > 1]
