@@ -83,6 +83,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     # FSDP changes what it holds itself; others assign to a parameter or to its data, as an average of another does
     parameters = [] if any(map(sharded.is_sharded, model.parameters())) else list(model.parameters())
     data = [parameter.data for parameter in parameters]
+    values = {id(value): value for _, own in before for value in own.values() if type(value) in HOLDING}
+    held = [(value, copy.copy(value)) for value in values.values()] if parameters else []
     casts, weights = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
@@ -92,10 +94,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             torch.set_autocast_cache_enabled(False)  # or training would find weights without a gradient there
             parametrize._cache_enabled = 0
-            copies: dict[int, Any] = {}  # what several modules hold they all see, still
-            for own, then in before if parameters else ():
-                held = {key: value for key, value in then.items() if type(value) in HOLDING}
-                own.update({key: copies.setdefault(id(value), copy.copy(value)) for key, value in held.items()})
             for module in model.modules():
                 own = vars(module)
                 own["_buffers"] = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
@@ -108,11 +106,22 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for now, then in before:
                 now.clear()
                 now.update(then)
+            for value, content in held:
+                _refill(value, content)
             for parameter, was in zip(parameters, data, strict=True):
                 if parameter.data_ptr() != was.data_ptr():
                     parameter.data = was
             torch.set_autocast_cache_enabled(casts)
             parametrize._cache_enabled = weights
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Have a list, dict or set hold what it held: itself, as others may know it, too."""
+    value.clear()
+    if isinstance(value, list | deque):
+        value.extend(content)
+    else:
+        value.update(content)
 
 
 @contextmanager
