@@ -479,6 +479,37 @@ class Masked(nn.Module):
         return y
 
 
+class Real(nn.Module):
+    """Some images of each sample, of which those that are only padding are left out, and words in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, D, 3, padding=1, groups=2), nn.GroupNorm(2, D)
+        self.words, self.head = nn.Embedding(7, D, padding_idx=0), nn.Linear(D, 2)
+
+    def forward(self, images: Tensor, words: Tensor) -> Tensor:
+        flat = images.flatten(0, 1)
+        real = (flat != 0).flatten(1).any(1)
+        seen = self.head(self.norm(self.conv(flat[real]).tanh()).mean((2, 3)))
+        order = words.flatten().sort().indices
+        said = self.head(self.words(words.flatten()[order]))
+        return torch.cat([seen, said])
+
+
+@both_moments
+def test_layers_of_one_row_after_the_other(elementwise: bool) -> None:
+    images, words = torch.randn(N, 2, 2, 4, 5, dtype=torch.float64), torch.randint(7, (N, 3))
+    images[1, 1] = images[3, 0] = 0
+    real = (images != 0).flatten(2).any(2)
+    owners = torch.cat([real.nonzero()[:, 0], words.flatten().sort().indices // 3])
+
+    def of_each(model: nn.Module) -> Tensor:
+        each = model(images, words).square().sum(1)
+        return torch.zeros(N, dtype=each.dtype).index_add(0, owners, each)
+
+    assert_exact(Real().double(), of_each, elementwise)
+
+
 @both_moments
 def test_rows_that_come_together_again(elementwise: bool) -> None:
     x = torch.randn(N, 6, D, dtype=torch.float64)

@@ -64,7 +64,8 @@ def by_owners(watch: "Watch", call: Call, owners: Tensor) -> Tensor:
     if owners.dim() == 0:
         watch.routes.lies(result, LOST, single=watch.routes.single(call.leaves[min(call.layouts)]))
         return result
-    if result.shape[: owners.dim()] != owners.shape or (call.name != "__getitem__" and result.dim() != dims):
+    deeper = call.name in ("__getitem__", "embedding")
+    if result.shape[: owners.dim()] != owners.shape or not (deeper or result.dim() == dims):
         _refuse(watch, call)  # rows were broadcast over something else
     watch.routes.lies(result, LOST, owners)
     return result

@@ -238,8 +238,9 @@ def _routed(
     given = functools.partial(_argument, args, kwargs)
 
     def within(dim: Any) -> bool:
-        """Whether an axis is none of those that number rows."""
-        return type(dim) is int and dim % x.dim() >= owners.dim()
+        """Whether an axis, or each of several, is none of those that number rows."""
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        return len(dims) > 0 and all(type(one) is int and one % x.dim() >= owners.dim() for one in dims)
 
     match name:
         case "__getitem__":

@@ -19,6 +19,15 @@ from autoopt.capture.routes import PRODUCTS, elementwise
 from autoopt.capture.rowwise import Call
 from autoopt.moments import Contributions
 
+CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+LOWERED = PRODUCTS | {"conv1d", "conv2d", "conv3d"}  # autocast runs them in its lower precision
+ROWWISE = nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Embedding, *CONVOLUTIONS  # one row after the other
+
+
+def takes_rows(layer: Any) -> bool:
+    """Whether `as_call` knows the layer."""
+    return isinstance(layer, ROWWISE) and getattr(layer, "padding_mode", "zeros") == "zeros"
+
 
 def as_call(layer: Any, x: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     """What a layer of one row after the other does to x."""
@@ -26,6 +35,14 @@ def as_call(layer: Any, x: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ..
         return F.layer_norm, (x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
     if isinstance(layer, nn.RMSNorm):
         return F.rms_norm, (x, layer.normalized_shape, layer.weight, layer.eps)
+    if isinstance(layer, nn.GroupNorm):
+        return F.group_norm, (x, layer.num_groups, layer.weight, layer.bias, layer.eps)
+    if isinstance(layer, nn.Embedding):
+        return F.embedding, (x, layer.weight, layer.padding_idx, layer.max_norm, layer.norm_type)
+    for kind, convolve in CONVOLUTIONS.items():
+        if isinstance(layer, kind):
+            settings = layer.stride, layer.padding, layer.dilation, layer.groups
+            return convolve, (x, layer.weight, layer.bias, *settings)
     return F.linear, (x, layer.weight, layer.bias)
 
 
@@ -86,7 +103,7 @@ def _contributions(output: Tensor, inner: Tensor, dy: Tensor, owners: Tensor, sa
 def run(call: Call, owners: Tensor, ledger: Ledger, sole: Callable[[Tensor], bool]) -> Tensor:
     """The result of the call."""
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    if call.name in PRODUCTS:  # what autocast would do to them, done where autograd sees it
+    if call.name in LOWERED:  # what autocast would do to them, done where autograd sees it
         tensors = [lowered(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
     output: Tensor = Scattered.apply(call, owners, ledger, sole, *tensors)  # type: ignore[no-untyped-call]
     return output

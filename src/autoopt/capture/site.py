@@ -11,11 +11,11 @@ from autoopt.capture import inputs
 from autoopt.capture.aside import recording
 from autoopt.capture.current import Pass
 from autoopt.capture.ledger import Ledger
+from autoopt.capture.scattered import takes_rows
 from autoopt.moments import Contributions, Prepare, precision
 
 T = TypeVar("T")
 ROLES = ("weight", "bias")
-ROUTABLE = nn.Linear, nn.LayerNorm, nn.RMSNorm  # take one row after the other
 
 
 class Site:
@@ -33,9 +33,9 @@ class Site:
     routed = False  # rows come to it in any number and order: a Watch has to tell which sample each belongs to
     advice = (  # for who gives it rows that nobody can tell apart
         "Rows that are routed, as to the experts of a mixture, are followed through indices and masks to Linear, "
-        "LayerNorm and RMSNorm, outside of checkpoints. Route them so, give the model the batch as first axis "
-        "(batch_first=True), reshape to (batch, positions, features) before the layer, or leave it to another "
-        "optimizer through param_groups."
+        "Embedding, convolutions, LayerNorm, RMSNorm and GroupNorm, outside of checkpoints. Route them so, give the "
+        "model the batch as first axis (batch_first=True), reshape to (batch, positions, features) before the layer, "
+        "or leave it to another optimizer through param_groups."
     )
 
     def __init__(
@@ -177,7 +177,7 @@ class Site:
 
     def takes_rows(self) -> bool:
         """Whether the layer may be given rows of any number, in any order."""
-        return isinstance(self.layer, ROUTABLE) and not self.origins
+        return takes_rows(self.layer) and not self.origins
 
     def route(self) -> None:
         """Know that it is given such rows."""
