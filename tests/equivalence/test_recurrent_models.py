@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autoopt import AutoAdam, AutoSGD
 from equivalence.by_sample import assert_exact
@@ -111,6 +112,34 @@ class Slots(nn.Module):
             slots = self.cell(seen.flatten(0, 1), slots.reshape(-1, 6)).view(len(x), 3, 6)
         logits: Tensor = self.head(slots)
         return logits
+
+
+class Pooling(nn.Module):
+    """Attention by a learned query over what an LSTM made of packed words, in their order or another."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(11, 5), nn.LSTM(5, 6, batch_first=True)
+        self.query, self.head, self.order = nn.Parameter(torch.randn(6)), nn.Linear(6, 3), order
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        x, back = self.words(tokens), torch.arange(len(tokens))
+        if self.order == "by hand":
+            lengths, order = lengths.sort(descending=True)
+            x, back = x[order], order.argsort()
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.order != "by torch")
+        h, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        h = h * (h * self.query).sum(-1, keepdim=True).softmax(1)
+        logits: Tensor = self.head(h.sum(1))[back]
+        return logits
+
+
+@both_moments
+@pytest.mark.parametrize("order", ["as it is", "by torch", "by hand"])
+def test_what_was_packed_may_meet_parameters(order: str, elementwise: bool) -> None:
+    lengths = torch.tensor([6, 5, 5, 3, 1] if order == "as it is" else [3, 6, 1, 5, 5])
+    tokens = torch.randint(11, (N, 6))
+    assert_exact(Pooling(order).double(), lambda m: m(tokens, lengths).square().sum(1), elementwise)
 
 
 @both_moments

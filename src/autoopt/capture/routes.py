@@ -48,6 +48,7 @@ class Routes:
     def __init__(self, layouts: Marks, samples: int) -> None:
         self.layouts, self.samples = layouts, samples
         self._owners, self._singles, self._counting, self._filled = Marks(), Marks(), Marks(), Marks()
+        self._packed = Marks()  # batch sizes of packed sequences -> the owners of these
 
     def owner(self, tensor: Tensor) -> Tensor | None:
         """The sample of each row, where that is known."""
@@ -134,7 +135,11 @@ class Routes:
         given = functools.partial(_argument, args, kwargs)
         found: Owners = [None] * len(results)
         singles = self._single(name, args, sampled, len(results))
-        if name in JOINING and name != "stack":
+        if name == "_pack_padded_sequence" and args[2]:  # batch first
+            self._packed.put(results[1], self.owner(args[0]))
+        elif name == "_pad_packed_sequence" and args[2]:
+            found[0] = self._packed.get(args[1])
+        elif name in JOINING and name != "stack":
             found = [joined([self._rows(part) for part in given(0, "tensors")], given(1, "dim", 0), *results)]
         elif name in INTO:
             owners = self.owner(given(3, "source"))
