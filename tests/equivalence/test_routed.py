@@ -517,6 +517,24 @@ def test_rows_that_come_together_again(elementwise: bool) -> None:
     assert_exact(Masked().double(), lambda m: m(x, seen).square().flatten(1).sum(1), elementwise)
 
 
+class Restored(Masked):
+    """Its decoder is given a token at the places that were not seen, which are told apart by what a table says."""
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        places = torch.linspace(-1, 1, 6 * D, dtype=x.dtype).view(1, 6, D).expand(len(x), -1, -1)
+        h = self.embed(x)[seen].view(len(x), -1, D) + places[seen].view(len(x), -1, D)
+        missing = self.token + places[~seen].reshape(len(x), -1, D)
+        y: Tensor = self.head(torch.cat([h, missing], 1).tanh().cumsum(1))
+        return y
+
+
+@both_moments
+def test_rows_of_a_table_that_come_together_again(elementwise: bool) -> None:
+    x = torch.randn(N, 6, D, dtype=torch.float64)
+    seen = torch.stack([torch.randperm(6) < 2 for _ in range(N)])
+    assert_exact(Restored().double(), lambda m: m(x, seen).square().flatten(1).sum(1), elementwise)
+
+
 def test_rows_that_come_together_with_others_are_refused() -> None:
     """As many in all, and not of each sample."""
     model, seen = Masked(), torch.zeros(N, 6, dtype=torch.bool)

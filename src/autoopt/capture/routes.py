@@ -146,6 +146,9 @@ class Routes:
             if owners is not None and given(1, "dim") == 0:
                 before = self._before(given(0, "input"), owners, blank)
                 found = [put_back(given(2, "index"), owners, before, added=name.startswith("index_add"))]
+        elif name == "__getitem__" and _masks(args[1]) and self.layouts.get(args[0]) is None:
+            owners = self.owner(args[1])  # what is the same for all, where the samples say
+            found = [None if owners is None else _indexed(args[1], owners, args[0].dim())]
         elif args and isinstance(args[0], Tensor):
             for tensor in tensors_in(args[:2]):
                 if self.single(tensor) is not None:  # and others are of other samples
