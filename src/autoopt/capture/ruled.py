@@ -189,7 +189,46 @@ def _attention(constant: Callable[[Tensor], bool]) -> Callable[..., Tensor]:
     return run
 
 
+def _multi_head_attention(
+    query: Tensor, key: Tensor, value: Tensor, dim: int, heads: int, in_weight: Tensor | None, in_bias: Tensor | None,
+    bias_k: None, bias_v: None, add_zero_attn: bool, dropout_p: float, out_weight: Tensor, out_bias: Tensor | None,
+    training: bool = True, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+    attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None, static_k: None = None,
+    static_v: None = None, average_attn_weights: bool = True, is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """F.multi_head_attention_forward, with the samples in front, which draws the same random numbers as that."""
+    own = (q_proj_weight, k_proj_weight, v_proj_weight)
+    weights: Any = own if in_weight is None or use_separate_proj_weight else in_weight.chunk(3)
+    biases: Any = (None,) * 3 if in_bias is None else in_bias.chunk(3)
+    projected = map(F.linear, (x.transpose(0, 1) for x in (query, key, value)), weights, biases)
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)  # (samples, heads, places, features)
+    dropped = dropout_p if training else 0.0
+    if is_causal and key_padding_mask is None and not need_weights:
+        y, seen = F.scaled_dot_product_attention(q, k, v, None, dropped, is_causal=True), None
+    else:
+        mask = None if attn_mask is None else _additive(attn_mask, q)
+        mask = mask.unflatten(0, (-1, heads)) if mask is not None and mask.dim() == 3 and len(mask) > 1 else mask
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q)[:, None, None]
+            mask = padding if mask is None else mask + padding
+        if need_weights:
+            scores = (q * (q.shape[-1] ** -0.5)) @ k.mT
+            shares = (scores if mask is None else scores + mask).softmax(-1)
+            shares = F.dropout(shares.flatten(0, 1), dropped).unflatten(0, (-1, heads)) if dropped else shares
+            y, seen = shares @ v, shares.mean(1) if average_attn_weights else shares
+        else:
+            y, seen = F.scaled_dot_product_attention(q, k, v, mask, dropped), None
+    return F.linear(y.transpose(1, 2).flatten(2), out_weight, out_bias).transpose(0, 1), seen
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask of numbers that are added to scores."""
+    return mask if mask.is_floating_point() else torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
+
+
 REWRITTEN: dict[str, Callable[..., Any]] = {
+    "multi_head_attention_forward": _multi_head_attention,
     "bilinear": _bilinear,
     "batch_norm": _batch_norm,
     "__setitem__": _masked_assignment,
@@ -205,4 +244,8 @@ def rewritten(name: str, args: tuple[Any, ...], constant: Callable[[Tensor], boo
         masked = isinstance(index, Tensor) and index.dtype == torch.bool and isinstance(value, Tensor)
         if not masked or value.dim() > x.dim() - index.dim():
             return None
+    if name == "multi_head_attention_forward" and (
+        args[0].dim() != 3 or any(x is not None for x in args[7:9]) or args[9]
+    ):
+        return None
     return REWRITTEN.get(name)
