@@ -204,6 +204,25 @@ class Quantised(nn.Module):
         return F.linear(h, Levels.apply(self.few, self.step, 3))
 
 
+class Modulated(nn.Module):
+    """StyleGAN's convolution, whose weights are the sample's own: a group for each."""
+
+    def __init__(self, transposed: bool = False) -> None:
+        super().__init__()
+        self.weight, self.bias, self.style = parameter(2, 3, 3, 3), parameter(2), nn.Linear(3, 3)
+        self.transposed = transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        weight = self.weight * self.style(x.mean((2, 3)))[:, None, :, None, None]
+        flat = x.reshape(1, n * c, h, w)
+        if self.transposed:
+            y = F.conv_transpose2d(flat, weight.transpose(1, 2).reshape(n * c, 2, 3, 3), stride=2, groups=n)
+        else:
+            y = F.conv2d(flat, weight.reshape(n * 2, c, 3, 3), padding=1, groups=n)
+        return y.view(n, 2, *y.shape[2:]) + self.bias[:, None, None]
+
+
 class Prompt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -464,6 +483,8 @@ CASES = [
     Case("mask-token-written", MaskTokenWritten, (3, 4), kind="mask"),
     Case("mask-token-mixed", MaskTokenMixed, (3, 4), kind="mask"),
     Case("prompt", Prompt, (3, 4)),
+    Case("modulated", Modulated, (3, 5, 5)),
+    Case("modulated-transposed", lambda: Modulated(transposed=True), (3, 4, 4)),
     Case("copied-behind", CopiedBehind, (5, 4)),
     Case("copied-behind-square", CopiedBehind, (5, 4), samples=5),
     Case("quantised", Quantised, (4,)),

@@ -29,6 +29,7 @@ DEEPER = {"", "one_hot", "embedding", "diag_embed", "view_as_real", "view_as_com
 WRITING = {
     "index_copy", "index_add", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "put",
 }  # fmt: skip
+GROUPED = {f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)}
 PRODUCTS = {"matmul", "mm", "bmm", "einsum", "__matmul__", "__rmatmul__", "linear", "cdist", "addmm", "baddbmm"}
 
 
@@ -73,6 +74,8 @@ def follow(
         sampled = [(tensor, layout) for tensor, layout in sampled if tensor is not args[1] or layout > 0]
     if not sampled or name.rstrip("_") in WRITING or _moves_rows(name, args, kwargs, sampled):
         return [LOST] * len(results)
+    if name in GROUPED and _group_for_each(args, kwargs, sampled, samples):
+        return [folded(1)]
     if name == "einsum" and isinstance(args[0], str):
         return [_summed(args[0], args[1:], sampled)]
     if name == "stack":
@@ -89,6 +92,16 @@ def follow(
         ):
             return [LOST] * len(results)
     return [carried(name, sampled, result, samples) for result in results]
+
+
+def _group_for_each(
+    args: Sequence[Any], kwargs: dict[str, Any], sampled: Sequence[tuple[Tensor, int]], samples: int
+) -> bool:
+    """Whether a convolution of one image has channels of its own for each sample, and weights, if these are theirs."""
+    places = {id(tensor): layout for tensor, layout in sampled}
+    groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+    of_weight = places.get(id(kwargs.get("weight", args[1] if len(args) > 1 else None)), 0)
+    return bool(args) and places.get(id(args[0])) == folded(1) and groups % samples == 0 and of_weight in (0, FOLDED)
 
 
 def _moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], sampled: Sequence[tuple[Tensor, int]]) -> bool:
