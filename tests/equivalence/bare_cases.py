@@ -166,6 +166,18 @@ class CopiedBehind(nn.Module):
         return y.transpose(0, 1)
 
 
+class CopiedColumns(nn.Module):
+    """A matrix whose columns are copies, by chance as many as there are samples on the second axis of what it meets."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.column, self.columns = parameter(4, 1), columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(0, 1) @ self.column.expand(-1, self.columns)
+        return y.transpose(0, 1)
+
+
 class Sign(torch.autograd.Function):
     """Straight through."""
 
@@ -487,6 +499,7 @@ CASES = [
     Case("modulated-transposed", lambda: Modulated(transposed=True), (3, 4, 4)),
     Case("copied-behind", CopiedBehind, (5, 4)),
     Case("copied-behind-square", CopiedBehind, (5, 4), samples=5),
+    Case("copied-columns", lambda: CopiedColumns(5), (3, 4), samples=5),
     Case("quantised", Quantised, (4,)),
     Case("quantised-sequence", Quantised, (5, 4)),
     Case("viewed-bias", ViewedBias, (5, 4)),

@@ -5,7 +5,7 @@ sample gets a copy, whose gradient is its contribution.
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -147,12 +147,12 @@ def copies(watch: "Watch", derived: Tensor) -> Tensor:
     return each
 
 
-def as_copies(watch: "Watch", value: Any, layouts: Collection[int]) -> Any:
-    """The samples' own, if it is a parameter that was copied for them along one of the axes that these layouts say."""
-    made: Made | None = watch.made.get(value) if isinstance(value, Tensor) else None
-    if made is None or made.copied is None or made.copied[1] not in layouts:
-        return value
-    origin, axis = made.copied
+def as_copies(watch: "Watch", derived: Tensor, axis: int) -> Tensor:
+    """The samples' own, if it is copies along their axis of what was computed from parameters."""
+    made: Made | None = watch.made.get(derived)
+    if made is None or made.copied is None or made.copied[1] != axis:
+        return derived
+    origin, _ = made.copied
     own = copies(watch, origin).squeeze(1 + axis).movedim(0, axis)
     watch.layouts.put(own, axis)
     return own

@@ -10,10 +10,13 @@ from torch.utils._pytree import tree_unflatten
 from autoopt.capture import computed, ruled, scattered
 from autoopt.capture.layout import FOLDED, LOST
 from autoopt.capture.marks import tensors_in
+from autoopt.capture.routes import elementwise
 from autoopt.capture.rowwise import Call, Plan, compact, differentiable, in_front, make_plan
 
 if TYPE_CHECKING:
     from autoopt.capture.watch import Watch
+
+CONCATENATING = {"cat", "concat", "concatenate"}
 
 
 def meet(watch: "Watch", func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -27,9 +30,8 @@ def meet(watch: "Watch", func: Callable[..., Any], name: str, args: tuple[Any, .
         with watch:
             return rewritten(*args, **kwargs)
     call = Call.of(func, args, kwargs, watch.derived, watch.layout, watch.samples)
-    places = set(call.layouts.values())
-    own = [computed.as_copies(watch, leaf, places) if i in call.derived else leaf for i, leaf in enumerate(call.leaves)]
-    if not call.in_place and any(map(operator.is_not, own, call.leaves)):
+    own = _with_copies(watch, call, args, kwargs)
+    if own is not None:
         with watch:
             return call.run(own)
     owners = _routed(watch, call)
@@ -39,6 +41,25 @@ def meet(watch: "Watch", func: Callable[..., Any], name: str, args: tuple[Any, .
     if lost and all(map(watch.routes.gather, lost)):
         call = Call.of(func, args, kwargs, watch.derived, watch.layout, watch.samples)
     return _one_by_one(watch, call)
+
+
+def _with_copies(watch: "Watch", call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """What a call is given, with parameters that were copied for the samples along their axis as the samples' own.
+
+    None if there are none. It has to keep that axis as it is: rows of a matrix may be as many as the samples by chance.
+    """
+    places = {(call.leaves[i].dim(), layout) for i, layout in call.layouts.items()}
+    if call.in_place or len(places) != 1:
+        return None
+    dims, axis = places.pop()
+    along = kwargs.get("dim", args[1] if len(args) > 1 else 0) if call.name in CONCATENATING else None
+    if not (elementwise(call.name) if along is None else along % dims != axis):
+        return None
+    own = [
+        computed.as_copies(watch, leaf, axis) if i in call.derived and leaf.dim() == dims else leaf
+        for i, leaf in enumerate(call.leaves)
+    ]
+    return own if any(map(operator.is_not, own, call.leaves)) else None
 
 
 def _routed(watch: "Watch", call: Call) -> Tensor | None:
