@@ -178,6 +178,29 @@ class CopiedColumns(nn.Module):
         return y.transpose(0, 1)
 
 
+class CopiedHeads(nn.Module):
+    """Scales of heads, by chance as many as samples, which lie on another axis."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.scale, self.heads = parameter(1, 1, 2), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.unflatten(-1, (1, -1)).expand(-1, -1, self.heads, -1).transpose(0, 1)  # (time, samples, heads, features)
+        return (h * self.scale.expand(1, self.heads, 2) + self.scale.repeat(1, self.heads, 1)).transpose(0, 1)
+
+
+class ViewedByName(nn.Module):
+    """A parameter that is viewed by keyword, and as another dtype and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = parameter(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.bias * 2).view(size=(4,)) + self.bias.reshape(-1).view(x.dtype)
+
+
 class Sign(torch.autograd.Function):
     """Straight through."""
 
@@ -500,7 +523,10 @@ CASES = [
     Case("copied-behind", CopiedBehind, (5, 4)),
     Case("copied-behind-square", CopiedBehind, (5, 4), samples=5),
     Case("copied-columns", lambda: CopiedColumns(5), (3, 4), samples=5),
+    Case("copied-heads", lambda: CopiedHeads(5), (3, 2), samples=5),
+    Case("viewed-by-name", ViewedByName, (4,)),
     Case("quantised", Quantised, (4,)),
+    Case("quantised-square", Quantised, (4,), samples=3),
     Case("quantised-sequence", Quantised, (5, 4)),
     Case("viewed-bias", ViewedBias, (5, 4)),
     Case("queries", Queries, (5, 4)),

@@ -460,3 +460,33 @@ def test_ten_steps_lower_the_loss(make: type[Any], case: Case) -> None:
         history.append(loss.item())
     assert history[-1] < history[0]
     assert all(tuned.lr > 0 for tuned in optimizer.tuned().values())
+
+
+class Changed(nn.Module):
+    """Copies of a parameter for the samples, on the second axis, that are changed in place."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.token, self.change = parameter(1, 1, 4), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.token * 1
+        tokens = own.repeat(1, len(x), 1)
+        self.change(own, tokens)
+        return torch.cat([tokens, x.transpose(0, 1)]).transpose(0, 1)
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "by a function": lambda own, tokens: F.relu(tokens, inplace=True),
+    "by a view": lambda own, tokens: tokens[..., :1].mul_(3),
+    "what they are of": lambda own, tokens: own.mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_copies_that_were_changed_are_not_what_they_are_of(change: Callable[[Tensor, Tensor], Any]) -> None:
+    model = Changed(change)
+    optimizer = AutoSGD(model)
+    with pytest.raises(RuntimeError, match="no exact statistics for parameter 'token'"):
+        model(torch.randn(3, 5, 4))
+    optimizer.detach()

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -227,35 +228,44 @@ def test_an_input_that_all_samples_share(
         assert_optimizer(optimizer, model, tuple(x.double() for x in inputs(b, t)))
 
 
+@pytest.mark.parametrize("places", [5, 7])
+def test_if_the_first_input_may_be_shared_it_is_a_doubt(places: int) -> None:
+    """Nothing mixes the samples, nor the places."""
+    model = PlacesFirst()
+    attach(model)
+    with pytest.warns(UserWarning, match=r"samples, on axis 1 of its input of shape .* make it the first input"):
+        model(torch.randn(places, 2), torch.randn(5, places, 3))
+
+
 class Operator(nn.Module):
-    """A function that each sample stands for, at places that all share and that come first."""
+    """A function that each sample stands for, at places that all share."""
 
     def __init__(self) -> None:
         super().__init__()
         self.place, self.feature = nn.Linear(2, E), nn.Linear(3, E)
 
-    def forward(self, places: Tensor, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
         return self.feature(x).tanh() @ self.place(places).tanh().T
 
 
-@pytest.mark.parametrize("places", [4, 7])
-@pytest.mark.parametrize("model_of", [PlacesFirst, Operator])
-def test_if_the_first_input_may_be_shared_the_rows_of_the_result_tell(
-    model_of: Callable[[], nn.Module], places: int
-) -> None:
-    """Nothing mixes the samples, nor the places."""
-    model = model_of().double()
-    optimizer = AutoAdam(model, exact=True)
-    x = torch.randn(5, 3) if model_of is Operator else torch.randn(5, places, 3)
-    with pytest.warns(UserWarning, match=r"given 5 samples, the rows of its input .* of what it returns"):
-        assert_optimizer(optimizer, model, (torch.randn(places, 2).double(), x.double()))
+class OperatorFirst(Operator):
+    def forward(self, places: Tensor, x: Tensor) -> Tensor:
+        return super().forward(x, places)
 
 
-def test_if_it_is_as_long_as_the_batch_too() -> None:
-    model = PlacesFirst().double()
+@pytest.mark.filterwarnings("error")
+def test_a_matrix_of_samples_and_places() -> None:
+    model = Operator().double()
     optimizer = AutoAdam(model, exact=True)
-    with pytest.warns(UserWarning, match=r"given 5 samples, the rows of its input of shape \(5, 5, 3\)"):
-        assert_optimizer(optimizer, model, (torch.randn(5, 2).double(), torch.randn(5, 5, 3).double()))
+    for samples in (5, 4, 7):
+        assert_optimizer(optimizer, model, (torch.randn(samples, 3).double(), torch.randn(7, 2).double()))
+
+
+def test_if_the_samples_may_be_its_columns_it_is_a_doubt() -> None:
+    model = OperatorFirst()
+    attach(model)
+    with pytest.warns(UserWarning, match=r"given 7 samples, the rows .* columns of what it returns.* first input"):
+        model(torch.randn(7, 2), torch.randn(5, 3))
 
 
 # When the probe runs.
@@ -403,6 +413,57 @@ def test_a_cache_that_is_passed_in_is_filled_once() -> None:
     attach(model)
     model(torch.randn(5, 4), cache)
     assert len(cache.keys) == 1
+
+
+WHOLE = Cache()  # which `forward` knows by its identity
+
+
+class ByIdentity(nn.Module):
+    """Time comes first where it is told so, by an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, how: Any) -> Tensor:
+        if how is not WHOLE:
+            raise TypeError("not known")
+        y: Tensor = self.layer(x.transpose(0, 1)).transpose(0, 1)
+        return y
+
+
+@pytest.mark.filterwarnings("error")
+def test_objects_that_are_passed_in_stay_what_they_are() -> None:
+    model = ByIdentity()
+    capture = attach(model)
+    model(torch.randn(5, 6, 4), WHOLE).square().mean().backward()
+    assert capture.samples("layer.weight") == 5
+
+
+class Walked(nn.Module):
+    """Goes through what it keeps, and reaches a layer on the way that the first probe did not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.late, self.open = nn.Linear(4, 4), nn.Linear(4, 4), False
+        self.order = OrderedDict((str(number), number) for number in range(4))
+        del self.order["1"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order.values():
+            x = (self.late if self.open and number == 2 else self.body)(x) + number
+        return x
+
+
+def test_a_probe_on_the_way_leaves_what_the_pass_goes_through() -> None:
+    plain, model = Walked(), Walked()
+    model.load_state_dict(plain.state_dict())
+    capture = attach(model)
+    x = torch.randn(5, 4)
+    for plain.open in (False, True):
+        model.open = plain.open
+        assert torch.equal(plain(x), model(x))
+    capture.detach()
 
 
 def test_the_error_comes_with_every_pass() -> None:

@@ -72,8 +72,27 @@ class Places(nn.Module):
         return self.head((h * self.scale).tanh())
 
 
+class Routed(nn.Module):
+    """Experts, of which some get no row of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.experts = nn.Embedding(11, D), nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+        self.head = nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, which, result = self.words(x).flatten(0, 1), x.flatten() % 3, []
+        for number, expert in enumerate(self.experts):
+            chosen = torch.where(which == number)[0]
+            result.append((chosen, expert(rows[chosen])))
+        y = torch.zeros_like(rows)
+        for chosen, given in result:
+            y = y.index_add(0, chosen, given)
+        return self.head(y.view(*x.shape, D).tanh())
+
+
 @pytest.mark.parametrize("sizes", [(4, 3, 1, 4), (1, 4, 1, T)], ids=["last", "first"])
-@pytest.mark.parametrize("make", [Taught, TimeFirst, OneByOne, Places])
+@pytest.mark.parametrize("make", [Taught, TimeFirst, OneByOne, Places, Routed])
 def test_is_exact(make: Callable[[], nn.Module], sizes: tuple[int, ...]) -> None:
     model = make().double()
     capture = Capture(model, dict(model.named_parameters()), elementwise=True)

@@ -134,6 +134,25 @@ class Pooling(nn.Module):
         return logits
 
 
+class Interleaved(Slots):
+    """Its rows lie slot by slot, and those of a sample apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts, slots = self.embed(x), self.slots.unsqueeze(1).expand(-1, len(x), -1)
+        rows = parts[:, :3].transpose(0, 1).flatten(0, 1)
+        slots = self.cell(rows, slots.reshape(-1, 6)).view(3, len(x), 6).transpose(0, 1)
+        logits: Tensor = self.head(slots)
+        return logits
+
+
+def test_learned_states_whose_rows_lie_apart_are_refused() -> None:
+    model = Interleaved()
+    optimizer = AutoSGD(model)
+    model(torch.randn(N, 7, 4)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="parameter 'slots' has a gradient but no statistics"):
+        optimizer.step()
+
+
 @both_moments
 @pytest.mark.parametrize("order", ["as it is", "by torch", "by hand"])
 def test_what_was_packed_may_meet_parameters(order: str, elementwise: bool) -> None:

@@ -507,7 +507,34 @@ def test_layers_of_one_row_after_the_other(elementwise: bool) -> None:
         each = model(images, words).square().sum(1)
         return torch.zeros(N, dtype=each.dtype).index_add(0, owners, each)
 
-    assert_exact(Real().double(), of_each, elementwise)
+    for frozen in ((), ("conv",), ("norm",), ("conv", "norm", "words")):
+        model = Real().double()
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        assert_exact(model, of_each, elementwise)
+
+
+class Joined(nn.Module):
+    """Takes two rows, which a mask chose, for the channels of one image."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(3, D), layer
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.first(x)[chosen].view(-1, 2, D))
+        return y
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(2, 2, 1), nn.GroupNorm(1, 2), nn.LayerNorm((2, D))], ids=str)
+def test_rows_that_a_layer_joins_are_refused(layer: nn.Module) -> None:
+    model = Joined(layer)
+    optimizer = AutoSGD(model)
+    chosen = torch.zeros(N, T, dtype=torch.bool)
+    chosen[:, 0] = True
+    with pytest.raises(RuntimeError, match=r"'layer'.* cannot be told"):
+        model(torch.randn(N, T, 3), chosen)
+    optimizer.detach()
 
 
 @both_moments

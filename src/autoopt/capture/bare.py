@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autoopt.capture.batch import batch_size
 from autoopt.capture.compiling import eagerly, uncompiled
 from autoopt.capture.current import observable
 from autoopt.capture.distributed import active_group
@@ -79,7 +80,7 @@ class Bare:
         self._patience = PATIENCE  # watched passes that are left for layers that were not seen yet
         self._unseen: tuple[Any, set[nn.Module]] = None, set()  # these layers, and what they go by
         self._whole: set[tuple[Any, ...]] = set()  # flags of calls of which no one part holds all of that
-        self._looked: set[Any] = set()  # kinds of passes that were watched once
+        self._looked: dict[Any, bool] = {}  # kinds of passes that were watched: whether with several samples
         self._quiet: dict[Any, bool] = {}  # kinds of calls of parts: whether only layers with rules ever met parameters
         self.plans: dict[Any, Plan] = {}  # how each kind of call was found to run
         self.placed: set[Site] = set()  # layers that were told where their samples are
@@ -144,10 +145,12 @@ class Bare:
             self.focus = None  # what is thawed may be used anywhere
         settled = not self.everywhere or self._focused(module, args, kwargs)
         complete = self.complete(module, trained)
-        if settled and kind in self._looked and complete:
-            return forward(*args, **kwargs)
-        self._patience -= not complete
         entrance: Entrance = self.ledger.current.entrance
+        if settled and complete and kind in self._looked:
+            tensors = () if self._looked[kind] else entrance.sampled(module, args, kwargs)
+            if self._looked[kind] or batch_size(tensors, entrance.axis(module)) == 1:  # one says nothing of several
+                return forward(*args, **kwargs)
+        self._patience -= not complete
         if not self.holding and entrance.blind(module):  # the first axis is the batch in all layers, as it was warned
             return forward(*args, **kwargs)
         tensors = entrance.sampled(module, args, kwargs)
@@ -166,7 +169,7 @@ class Bare:
             current.watch = None
         if len(self._looked) >= KINDS:  # a model that is called with other words every time
             self._looked.clear()
-        self._looked.add(kind)
+        self._looked[kind] = self._looked.get(kind, False) or watch.samples > 1
         self.needed |= watch.needed
         self.everywhere |= watch.needed or bool(watch.uses)
         if module is self.root and self.everywhere:

@@ -71,6 +71,13 @@ class Batch:
         return [i for i, axis in enumerate(self.axes) if axis is not None and i != self.lead]
 
     @property
+    def twice(self) -> list[int]:
+        """Those that were left alone for having the number of samples twice."""
+        return [
+            i for i, shape in enumerate(self.shapes) if shape and self.axes[i] is None and shape[:2] == (self.size,) * 2
+        ]
+
+    @property
     def shared(self) -> list[int]:
         """Those that hold none. One row may become as many as there are samples, and (N, N) may be (N, time)."""
         return [
@@ -89,12 +96,12 @@ class Batch:
             "input of the model."
         )
 
-    def rather_than(self, i: int) -> str:
-        """A warning: the samples are taken not to be the rows of one of the inputs."""
+    def or_rows_of(self, i: int) -> str:
+        """A warning: the samples may be the rows of another input, which are those of what the model returns."""
         return (
             f"the model is taken to be given {self.size} samples, the rows of its input of shape "
-            f"{self.shapes[self.lead]}, since these are the rows of what it returns, and those of its input of shape "
-            f"{self.shapes[i]} are the columns. If it is the other way, the statistics are wrong: return the transpose."
+            f"{self.shapes[self.lead]}, which are the columns of what it returns. If they are the rows of its input of "
+            f"shape {self.shapes[i]} instead, the statistics are wrong: make that the first input of the model."
         )
 
     def or_shared(self) -> str:

@@ -38,6 +38,7 @@ class Made:
     sure: bool = False  # it has a row for each sample, and not only as many rows
     used: bool = False  # it met samples
     copied: tuple[Tensor, int] | None = None  # what it is copies of, one for each sample on this axis, not the first
+    versions: tuple[int, ...] = ()  # of what it was made of, and its own, when it was
 
 
 def derive(watch: "Watch", name: str, tensors: list[Tensor], result: Any, again: Callable[[], Any] | None) -> Any:
@@ -58,7 +59,8 @@ def derive(watch: "Watch", name: str, tensors: list[Tensor], result: Any, again:
             kept = again is not None and not changed and tensor.shape[:1] == (watch.samples,)
             sure = kept and any(map(functools.partial(by_sample, watch), tensors))
             copied = None if changed or name not in COPYING else _copied(first, tensor, watch.samples)
-            watch.made.put(tensor, Made(alike, None if changed else again, alike or sure, copied=copied))
+            versions = _version(first), _version(tensor)
+            watch.made.put(tensor, Made(alike, None if changed else again, alike or sure, False, copied, versions))
     return result
 
 
@@ -93,9 +95,9 @@ def as_samples(
 
 def of_any_strides(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
     """What does the same as a function where the samples' rows may lie in memory otherwise."""
-    if func is Tensor.view and not isinstance(args[1], torch.dtype):
+    if func is Tensor.view and len(args) > 1 and not isinstance(args[1], torch.dtype):
         return Tensor.reshape
-    return Tensor.reshape_as if func is Tensor.view_as else func
+    return Tensor.reshape_as if func is Tensor.view_as and len(args) > 1 else func
 
 
 def given(watch: "Watch", value: Any) -> Any:
@@ -130,7 +132,7 @@ def with_samples(watch: "Watch", derived: Tensor) -> Tensor | None:
 def by_row(watch: "Watch", derived: Tensor) -> Tensor:
     """It, whose rows are the samples': (samples, rows, *rest)."""
     made = use(watch, derived)
-    if made is not None and made.alike:
+    if made is not None and made.alike and made.versions[1] == _version(derived):
         return copies(watch, derived[:1])
     found = with_samples(watch, derived)
     if found is not None:
@@ -153,6 +155,8 @@ def as_copies(watch: "Watch", derived: Tensor, axis: int) -> Tensor:
     if made is None or made.copied is None or made.copied[1] != axis:
         return derived
     origin, _ = made.copied
+    if (_version(origin), _version(derived)) != made.versions:  # changed in place since
+        return derived
     own = copies(watch, origin).squeeze(1 + axis).movedim(0, axis)
     watch.layouts.put(own, axis)
     return own

@@ -46,15 +46,8 @@ class Observe(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if not torch.compiler.is_compiling():
-            ctx.site.refuse_twice()
-        gradients: tuple[Any, ...] = Observe._gradients(ctx, dy)
-        return gradients
-
-    @staticmethod
     @once_differentiable
-    def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         operation, site, rows = ctx.operation, ctx.site, dy.shape[0]
         _, _, _, needs_x, needs_weight, needs_bias, compiled, observes_weight, observes_bias = ctx.needs_input_grad
         adds = False

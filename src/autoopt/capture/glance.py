@@ -88,7 +88,12 @@ class Glance:
 
     def _take(self, dy: Tensor) -> None:
         site = self.site
-        site.refuse_twice()
+        if torch.is_grad_enabled():  # else what a second backward pass adds to the weights would go unseen
+            raise RuntimeError(
+                f"backward ran through layer '{site.name}' with create_graph=True, as for a gradient penalty or for "
+                "forces: what is differentiated twice has no statistics. Leave its parameters to another optimizer "
+                'through param_groups, freeze them for that pass, or make this one with spread="passes".'
+            )
         ledger = site.ledger
         names = ledger.reach.among(site)
         if not names:

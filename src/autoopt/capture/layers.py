@@ -1,18 +1,20 @@
 """Layers that have rules, where a Watch follows the pass that they are called in."""
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autoopt.capture import computed, meeting, scattered
 from autoopt.capture.layout import FOLDED, LOST, axis_of, folded, folds
 from autoopt.capture.marks import tensors_in
+from autoopt.capture.rerun import sample_axes
 from autoopt.capture.rowwise import Call, rows_of
 from autoopt.capture.site import Site
 
@@ -22,12 +24,13 @@ if TYPE_CHECKING:
 
 def run(watch: "Watch", site: Site, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A layer's pass, by `forward`; it is told where its samples are, or tells."""
-    known = watch.samples == 1 and site.name in site.current.met  # what one sample shows is nothing against that
     site.current.met.add(site.name)
     tensors = list(tensors_in((*args, *kwargs.values())))
     packed = any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values()))
     same = bool(tensors) and all(map(watch.constant, tensors))
     routed = (site.routed and (watch.abandoned or not same)) or any(map(watch.routes.known, tensors))
+    if watch.samples == 1 and site.takes_rows():
+        routed |= tensors[0].shape[:1] == (0,)  # an expert that is given none
     if routed and not packed:
         return _routed_layer(watch, site, *tensors)
     if watch.abandoned:
@@ -41,13 +44,34 @@ def run(watch: "Watch", site: Site, forward: Callable[..., Any], *args: Any, **k
         tensors = list(tensors_in((*args, *kwargs.values())))
     sampled = [(tensor, layout) for tensor in tensors if (layout := watch.layout(tensor)) is not None]
     tensor, layout = sampled[0]
+    if watch.samples == 1:
+        with _as_one(watch, site, tensor), torch._C.DisableTorchFunction():
+            result = forward(*args, **kwargs)
+        return _note_parts(watch, site, result, sampled) if _knows(site) else watch.note(result, sampled)
     if site.settled and not _knows(site):
         sampled[0] = tensor, _seen(site, tensor, watch.samples)
-    elif not (packed or known):
+    elif not packed:
         sampled[0] = tensor, _place(watch, site, tensor, layout)
     with torch._C.DisableTorchFunction():
         result = forward(*args, **kwargs)
     return _note_parts(watch, site, result, sampled) if _knows(site) else watch.note(result, sampled)
+
+
+@contextlib.contextmanager
+def _as_one(watch: "Watch", site: Site, tensor: Tensor) -> Iterator[None]:
+    """Have a layer take all rows for those of the one sample. It learns nothing from that for other batches."""
+    axes = sample_axes(site.layer, tensor.shape)
+    if _knows(site) or site.folded or 0 not in axes or tensor.shape[site.axis] == 1:
+        yield
+        return
+    watch.needed = True
+    watch.events += 1
+    before = site.axis, site.fold, site.strided
+    site.axis, site.fold, site.strided = 0, tensor.shape[0], False
+    try:
+        yield
+    finally:
+        site.axis, site.fold, site.strided = before
 
 
 def _same_for_all(
@@ -72,6 +96,8 @@ def _by_samples(watch: "Watch", site: Site, args: tuple[Any, ...], kwargs: dict[
     states, and queries of a layer that takes (time, batch, features)."""
     cell, states = isinstance(site.layer, nn.RNNCellBase), isinstance(site.layer, nn.RNNBase)
     own, dims = (0, 2) if cell else (0 if site.layer.batch_first else 1, 3)
+    if site.strided or (cell and not _in_blocks(watch, (args, kwargs))):
+        return args, kwargs
 
     def by_row(axis: int, value: Any) -> Any:
         fits = isinstance(value, Tensor) and value.dim() == dims and rows_of(value.movedim(axis, 0), watch.samples)
@@ -85,13 +111,19 @@ def _by_samples(watch: "Watch", site: Site, args: tuple[Any, ...], kwargs: dict[
     return tuple(itertools.starmap(of, enumerate(args))), {key: of(key, value) for key, value in kwargs.items()}
 
 
+def _in_blocks(watch: "Watch", given: Any) -> bool:
+    """Whether the rows of each sample lie together in all that holds samples."""
+    layouts = {watch.layout(x) for x in tree_leaves(given) if isinstance(x, Tensor) and not watch.derived(x)}
+    return layouts <= {None, 0, FOLDED}
+
+
 def _routed_layer(watch: "Watch", site: Site, x: Tensor, *others: Tensor) -> Tensor:
     """Run a layer that is given rows of any number, in any order."""
     watch.needed = True
     watch.events += 1
     site.route()  # if it was found to have a layout, that was by chance
     owners = None if watch.abandoned or others else watch.routes.owner(x)
-    if owners is None:
+    if owners is None or owners.dim() > x.dim() - scattered.together(site.layer):
         raise site.unknown(x)
     with torch._C.DisableTorchFunction():
         call = Call.of(*scattered.as_call(site.layer, x), {}, watch.derived, watch.layout, watch.samples)

@@ -10,8 +10,8 @@ Where the answer is not plain:
 - *An input that all samples share* (coordinates, weights of time steps) may be as long as the batch: then a change of
   its first row is no change of a sample. Where axis 1 is about to be chosen, axis 0 is asked again with the first input
   alone changed; if nothing mixes then, it is 0 and the others are shared. It may also be the first input that is
-  shared: where samples mix, or are the columns of what the model returns, the length of another one is tried as their
-  number. What cannot be told is a doubt.
+  shared: where samples mix, the length of another one is tried as their number. What cannot be told, as where a model
+  returns one row for each row of another input, is a doubt.
 - *Nothing moves* (dead ReLUs, a branch that starts at zero, identical samples of integers): the axis that is as long as
   the batch, the one that the model's inputs have it on or else the first. A layer without such an axis is given the
   same for all samples (positions, say): None.
@@ -26,7 +26,6 @@ Where the answer is not plain:
 - *A forward pass that raises* when it runs again, inputs without a tensor, a list of samples: no layouts, a warning.
 """
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,16 @@ from torch.utils import _pytree as pytree
 
 from autoopt.capture.answer import Answer, Found, Path
 from autoopt.capture.batch import Batch, batch_size
-from autoopt.capture.rerun import KNOWN, CannotRunError, Trace, rerun, same_random_numbers, undisturbed
+from autoopt.capture.rerun import (
+    KNOWN,
+    OUTPUT,
+    CannotRunError,
+    Trace,
+    as_before,
+    rerun,
+    same_random_numbers,
+    undisturbed,
+)
 
 
 def named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
@@ -116,11 +124,10 @@ class Inquiry:
         if first is None:
             raise problem
         if not mixed:
-            above = next((other for other in elsewhere if first.returned == {1} and other.leads), None)
-            if above is not None:
-                return above, above.found(before=first, warning=above.batch.rather_than(first.batch.lead))
+            columns = self._columns(first)
             rival = next((other.batch.lead for other in elsewhere if other.clean), None)
-            return first, first.found(warning=None if rival is None else first.batch.or_rather(rival))
+            warn = first.batch.or_rows_of if rival in columns else first.batch.or_rather
+            return first, first.found(warning=None if rival is None else warn(rival))
         parts = [part for part in (alone, rest) if part is not None and part.clean]
         likely = alone is not None and alone.clean and (better or (even and rest not in parts))
         if likely and alone is not None and second is not None and not second.along(alone.batch.held):
@@ -138,6 +145,14 @@ class Inquiry:
         best, other = (second, first) if better else (first, second)
         warning = first.batch.or_shared() if not better and len(parts) == 1 else None
         return best, best.found(doubt=bool(other.own) or best is second, warning=warning)
+
+    def _columns(self, first: Answer) -> list[int]:
+        """Inputs of another length that may have a row for each of the matrix that is returned."""
+        shapes = [shape for name, seen in first.shapes.items() if name.startswith(OUTPUT) for shape in seen]
+        if first.returned != {1} or any(len(shape) != 2 for shape in shapes):
+            return []
+        lengths = self.leaves[first.batch.lead].shape
+        return [i for i in self.tensors if first.batch.axes[i] is None and self.leaves[i].shape[0] not in lengths]
 
     def _alone(self, held: Sequence[int], matters: bool) -> Answer | None:
         """The leading input alone is changed, and of the others those with which nothing mixes either."""
@@ -159,7 +174,8 @@ class Inquiry:
         rivals: list[int] = []
         if first is not None and not mixed:
             rivals = [i for i in first.batch.others if first.batch.axes[i] == 1]
-            rivals += [i for i in self.tensors if first.batch.axes[i] is None] if first.returned == {1} else []
+            rivals += first.batch.twice if first.returned == {1} else []
+            rivals += self._columns(first)
         elif first is not None and (second is None or second.mixed or second.batch.lead != first.batch.lead):
             later = second.batch.lead if second is not None else first.batch.lead
             rivals = [i for i in self.tensors if first.batch.axes[i] != 0 and self.leaves[i].dim() > 1]
@@ -178,19 +194,8 @@ def _runs(model: nn.Module, batch: Batch, structure: pytree.TreeSpec, layers: Ma
             with same_random_numbers(devices):
                 leaves = batch.leaves if change is None else batch.with_changed(change)
             with same_random_numbers(devices):
-                copies = list(map(_copied, leaves))
+                copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 args, kwargs = pytree.tree_unflatten(copies, structure)
-                traces.append(rerun(model, args, kwargs, layers))
+                with as_before(copies):
+                    traces.append(rerun(model, args, kwargs, layers))
     return traces
-
-
-def _copied(leaf: Any) -> Any:
-    """An input that the model may change as it likes; a cache of keys and values is filled."""
-    if isinstance(leaf, Tensor):
-        return leaf.clone()
-    if isinstance(leaf, nn.Module):
-        return leaf
-    try:
-        return copy.deepcopy(leaf)
-    except Exception:  # what an object of the user's may raise: it is given as it is
-        return leaf

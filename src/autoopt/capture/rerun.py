@@ -9,12 +9,14 @@ take another path in evaluation, past their layers.
 """
 
 import copy
+import operator
 import random
 import sys
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ CHANNELS_SECOND = (
     nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.EmbeddingBag, nn.Bilinear, nn.PReLU,
 )  # fmt: skip
 HOLDING = dict, OrderedDict, defaultdict, list, deque, set  # what a forward pass may add something to
+MOST = 10_000  # of them in what a model is given
 KNOWN = (nn.RNNBase, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Linear, *CHANNELS_SECOND)
 
 
@@ -115,8 +118,45 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parametrize._cache_enabled = weights
 
 
+@contextmanager
+def as_before(values: Sequence[Any]) -> Iterator[None]:
+    """Put back what a forward pass adds to objects that it is given, a cache of keys and values say."""
+    held = _held(values)
+    try:
+        yield
+    finally:
+        for value, content in held:
+            _refill(value, content)
+
+
+def _held(values: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The lists, dicts and sets in these and in their attributes, with what they hold; not in modules and tensors."""
+    found: dict[int, tuple[Any, Any]] = {}
+    ahead = list(values)
+    while ahead and len(found) < MOST:
+        value = ahead.pop()
+        own = value if type(value) in HOLDING else getattr(value, "__dict__", None)
+        if own is None or id(own) in found or isinstance(value, Tensor | nn.Module | type | ModuleType | FunctionType):
+            continue
+        if isinstance(own, MutableMapping | MutableSequence | MutableSet):  # a class has a proxy
+            found[id(own)] = own, copy.copy(own)
+            ahead += own.values() if isinstance(own, dict) else own
+    return list(found.values())
+
+
+def _same(own: list[Any], then: list[Any]) -> bool:
+    """Whether two lists hold the same things, or pairs of them."""
+    pairs = zip(own, then, strict=False)
+    return len(own) == len(then) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b))) for a, b in pairs
+    )
+
+
 def _refill(value: Any, content: Any) -> None:
-    """Have a list, dict or set hold what it held: itself, as others may know it, too."""
+    """Have a list, dict or set hold what it held: itself, as others may know it, too, or be on their way through it."""
+    own, then = (list(x.items()) if isinstance(x, dict) else list(x) for x in (value, content))
+    if _same(own, then):
+        return
     value.clear()
     if isinstance(value, list | deque):
         value.extend(content)

@@ -52,6 +52,8 @@ class Routes:
 
     def owner(self, tensor: Tensor) -> Tensor | None:
         """The sample of each row, where that is known."""
+        if self.samples == 1 and self.layouts.get(tensor) is not None:
+            return torch.zeros(tensor.shape[:1], dtype=torch.long, device=tensor.device)
         if self.layouts.get(tensor) in (0, FOLDED):
             rows = torch.arange(tensor.shape[0], device=tensor.device)
             return rows // (tensor.shape[0] // self.samples)
@@ -149,6 +151,8 @@ class Routes:
         elif name == "__getitem__" and _masks(args[1]) and self.layouts.get(args[0]) is None:
             owners = self.owner(args[1])  # what is the same for all, where the samples say
             found = [None if owners is None else _indexed(args[1], owners, args[0].dim())]
+        elif name == "embedding" and self.layouts.get(args[1]) is None:  # frozen: a row for each word
+            found = [self.owner(args[0])]
         elif args and isinstance(args[0], Tensor):
             for tensor in tensors_in(args[:2]):
                 if self.single(tensor) is not None:  # and others are of other samples
@@ -274,6 +278,11 @@ def _routed(
         case "squeeze" | "unsqueeze" if type(given(1, "dim")) is int:
             at = given(1, "dim") % (x.dim() + (name == "unsqueeze"))
             return [getattr(owners, name)(at) if at < owners.dim() else owners]
+        case "conv1d" | "conv2d" | "conv3d" | "group_norm" if owners.dim() == 1:  # frozen: each row for itself
+            spatial = int(name[4]) if name.startswith("conv") else x.dim() - 2
+            return [owners] if x.dim() == spatial + 2 else []
+        case "layer_norm" | "rms_norm":
+            return [owners] if owners.dim() <= x.dim() - len(args[1]) else []
         case "view" | "reshape" | "flatten" | "unflatten":
             return [_reshaped(owners, x.shape, results[0].shape)]
     return [owners] if keeps(name) or name in PRODUCTS else []

@@ -46,6 +46,17 @@ def as_call(layer: Any, x: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ..
     return F.linear, (x, layer.weight, layer.bias)
 
 
+def together(layer: Any) -> int:
+    """How many of the last axes of its input such a layer needs for one row of its output."""
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return len(layer.normalized_shape)
+    if isinstance(layer, nn.Embedding):
+        return 0
+    if isinstance(layer, nn.GroupNorm):
+        return 2  # at least: the channels, and all places behind them
+    return 1 + len(getattr(layer, "kernel_size", ()))
+
+
 def rowwise(call: Call, owners: Tensor) -> bool:
     """Whether each row of the result is made of one row of what has these owners."""
     if call.in_place:

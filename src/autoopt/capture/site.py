@@ -263,15 +263,6 @@ class Site:
 
     # The backward pass.
 
-    def refuse_twice(self) -> None:
-        """See that the pass that runs this is not to be differentiated: what that adds to the weights is not seen."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"backward ran through layer '{self.name}' with create_graph=True, as for a gradient penalty or for "
-                "forces: what is differentiated twice has no statistics. Leave its parameters to another optimizer "
-                'through param_groups, freeze them for that pass, or make this one with spread="passes".'
-            )
-
     def adds_to(self, role: str) -> bool:
         """Whether the pass that runs this adds to the gradient of the parameter that has this role."""
         return self.parameter(role).requires_grad and self.ledger.adds_to(self.names[role])

@@ -102,17 +102,16 @@ class Watch(TorchFunctionMode):
         if tensor in self.ledger.names:
             return tensor.requires_grad
         if self.made.get(tensor) is None and self._of_parameters(tensor):
-            self.made.put(tensor, computed.Made(alike=False))
+            self.made.put(tensor, computed.Made(alike=False, versions=(0, tensor._version)))
         return self.made.get(tensor) is not None
 
     def _of_parameters(self, tensor: Tensor) -> bool:
-        """Whether an autograd.Function, which is not seen to run, made it of parameters: it has the shape of one."""
+        """Whether an autograd.Function, which is not seen to run, was given parameters and no other tensor."""
         node = tensor.grad_fn
         if not isinstance(node, BackwardCFunction) or self.layouts.get(tensor) is not None:
             return False
-        given = [getattr(before, "variable", None) for before, _ in node.next_functions if before is not None]
-        like_one = any(isinstance(one, Tensor) and one.shape == tensor.shape for one in given)
-        return like_one and tensor.shape[:1] != (self.samples,) and all(one in self.ledger.names for one in given)
+        given = [getattr(before, "variable", None) for before, _ in node.next_functions]  # None: it needs no gradient
+        return len(given) > 0 and all(one in self.ledger.names for one in given)
 
     def layout(self, tensor: Tensor) -> int | None:
         """Where the samples are; None for what holds none."""
@@ -150,7 +149,7 @@ class Watch(TorchFunctionMode):
             derived = any(map(self.derived, tensors))
         if self.abandoned or derived or not sampled:
             return run(*args, **kwargs)
-        key = kind_of(module, args, kwargs, self.trained)
+        key = *kind_of(module, args, kwargs, self.trained), self.samples == 1
         on_top = _get_current_function_mode() is self  # else a mode of the user's is, which is to see what it sees
         quiet = self.bare.quiet(key) and self.bare.complete(module, self.trained)
         if quiet and on_top and not self.ledger.sampler.exact:

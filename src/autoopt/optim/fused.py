@@ -240,7 +240,7 @@ class Operand:
                 self.table.copy_(host.copy_(torch.tensor(addresses)), non_blocking=True)
                 self.aligned = _aligned(addresses)
             elif totals:
-                whole = bucket.stack(tensors)
+                whole = bucket.stack(self.flat)
                 self.flat = list(whole.unbind())
                 self.table = torch.arange(len(whole), device=bucket.device) * whole.element_size() + whole.data_ptr()
             else:
