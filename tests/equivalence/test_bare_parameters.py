@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autoopt import AutoAdam, AutoSGD
 from autoopt.capture import Capture
 from equivalence import by_sample
-from equivalence.bare_cases import CASES, Case, LayerScale, OwnLinear, Tokens, parameter
+from equivalence.bare_cases import CASES, Case, LayerScale, OwnLinear, Quantised, Tokens, parameter
 from equivalence.cases import assert_close
 
 
@@ -460,6 +460,20 @@ def test_ten_steps_lower_the_loss(make: type[Any], case: Case) -> None:
         history.append(loss.item())
     assert history[-1] < history[0]
     assert all(tuned.lr > 0 for tuned in optimizer.tuned().values())
+
+
+def test_quantised_weights_train_under_autocast() -> None:
+    """What is computed from parameters in float32 is judged by the precision of what the samples add to it."""
+    torch.manual_seed(0)
+    model = Quantised()
+    optimizer = AutoSGD(model, exact=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(4, 6, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert all(0 < chosen.noise < 10 for chosen in optimizer.tuned().values())
 
 
 class Changed(nn.Module):
