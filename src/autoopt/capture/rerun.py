@@ -2,10 +2,10 @@
 
 Gradients are not recorded; random numbers of devices, Python and NumPy, buffers, attributes with the lists and dicts
 among them (so hooks, too), training flags and tensors that are assigned to parameters are put back. It cannot put back
-what a forward pass writes elsewhere (a parameter that it changes in place, a list in an object of the user's), and
-hooks that users put on the parts of the model do run. Modules without
-children, so BatchNorm, run in evaluation mode, where samples do not meet; those that hold them keep theirs, since some
-take another path in evaluation, past their layers.
+what a forward pass writes elsewhere (a parameter that it changes in place, a list within a list that the model keeps),
+and hooks that users put on the parts of the model do run. Modules without children, so BatchNorm, run in evaluation
+mode, where samples do not meet; those that hold them keep theirs, since some take another path in evaluation, past
+their layers.
 """
 
 import copy

@@ -282,7 +282,7 @@ def _routed(
             spatial = int(name[4]) if name.startswith("conv") else x.dim() - 2
             return [owners] if x.dim() == spatial + 2 else []
         case "layer_norm" | "rms_norm":
-            return [owners] if owners.dim() <= x.dim() - len(args[1]) else []
+            return [owners] if owners.dim() <= x.dim() - len(given(1, "normalized_shape")) else []
         case "view" | "reshape" | "flatten" | "unflatten":
             return [_reshaped(owners, x.shape, results[0].shape)]
     return [owners] if keeps(name) or name in PRODUCTS else []
