@@ -328,12 +328,13 @@ def pull_back(derived: Tensor, parameters: Sequence[nn.Parameter], c: Tensor) ->
     To be called in a backward pass, before the engine has freed the graph behind `derived`.
     """
     back = functools.partial(torch.autograd.grad, derived, parameters, retain_graph=True, allow_unused=True)
-    # no more precise than what it comes from, by which it is judged; float16 may not hold it
-    dtype, c = c.dtype if c.dtype == torch.bfloat16 else derived.dtype, c.to(derived.dtype)
+    rough, c = c.dtype == torch.bfloat16, c.to(derived.dtype)
     found: list[Tensor | None]
     try:
         found = list(back(grad_outputs=c, is_grads_batched=True))
     except RuntimeError:  # not every backward function of a user's own can run for many samples at once
         each = zip(*(back(grad_outputs=one) for one in c), strict=True)
         found = [None if parts[0] is None else torch.stack(parts) for parts in each]
-    return [None if one is None else one.to(dtype) for one in found]
+    if rough:  # no more precise than what it comes from, by which it is judged; float16 may not hold it
+        found = [None if one is None else one.bfloat16() for one in found]
+    return found
