@@ -10,13 +10,11 @@ from torch.utils._pytree import tree_unflatten
 from autoopt.capture import computed, ruled, scattered
 from autoopt.capture.layout import FOLDED, LOST
 from autoopt.capture.marks import tensors_in
-from autoopt.capture.routes import elementwise
+from autoopt.capture.routes import JOINING, elementwise
 from autoopt.capture.rowwise import Call, Plan, compact, differentiable, in_front, make_plan
 
 if TYPE_CHECKING:
     from autoopt.capture.watch import Watch
-
-CONCATENATING = {"cat", "concat", "concatenate"}
 
 
 def meet(watch: "Watch", func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,7 +50,7 @@ def _with_copies(watch: "Watch", call: Call, args: tuple[Any, ...], kwargs: dict
     if call.in_place or len(places) != 1:
         return None
     dims, axis = places.pop()
-    along = kwargs.get("dim", args[1] if len(args) > 1 else 0) if call.name in CONCATENATING else None
+    along = kwargs.get("dim", args[1] if len(args) > 1 else 0) if call.name in JOINING - {"stack"} else None
     if not (elementwise(call.name) if along is None else along % dims != axis):
         return None
     own = [
